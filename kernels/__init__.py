@@ -1,0 +1,1 @@
+"""Jagged-tensor operations: copy ranges of rows from one buffer to another (paper, section 4.2)."""

@@ -1,0 +1,48 @@
+"""Gather byte ranges that lie anywhere in host memory into one buffer, in one call that holds no GIL.
+
+This is the CPU half of the paper's indexed permute, ranged dispatch and ranged combine (section 4.2). Torch has no such
+operation: index_select works element by element, and `torch.cat` of slices pays microseconds a slice. Arrow's `take`
+over variable-length binary values is a plain C++ loop of memcpy over ranges, so the ranges are presented to Arrow as
+the values of a binary array.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_REACH = 2**62  # said to be the size of the address range; never touched beyond the ranges asked for
+
+
+def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Tensor:
+    """Copy byte ranges, one after the other, into a new buffer.
+
+    The caller answers for the memory: every range must be readable host memory that stays alive during the call.
+
+    Args:
+        addresses: First byte of each range, absolute. Shape [n], int64. Ranges may overlap and repeat, in any order.
+        sizes: Bytes of each range, not negative. Shape [n], int64.
+
+    Returns:
+        The bytes. Shape [sizes.sum()], uint8, 64-byte aligned, owned by the tensor.
+    """
+    n, total = len(addresses), int(sizes.sum())
+    if total == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # Values 0, 2, 4, … of the array are the ranges; the values between them span from the end of one range to the
+    # start of the next, may be negative, and are never taken. Arrow reserves (mean value length * values taken) bytes,
+    # so the last offset is set to make that estimate right.
+    base = int(addresses.min())
+    offsets = np.empty(2 * n + 2, dtype=np.int64)
+    offsets[0 : 2 * n : 2] = addresses
+    offsets[1 : 2 * n : 2] = addresses + sizes
+    offsets -= base
+    offsets[2 * n] = offsets[0]
+    offsets[2 * n + 1] = offsets[0] + total * (2 * n + 1) // n + 256
+    memory = pa.foreign_buffer(base, _REACH)
+    ranges = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 2 * n + 1, [None, pa.py_buffer(offsets), memory])
+    taken = ranges.take(pa.array(np.arange(0, 2 * n, 2)))
+    return torch.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), total, [None, taken.buffers()[2]]))

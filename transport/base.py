@@ -1,0 +1,98 @@
+"""The contract that every transport keeps: two operations, no reductions (paper, section 3.3)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Pending(ABC):
+    """A transfer under way."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Advance the transfer without blocking; true once `wait` returns (or raises) at once."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Wait for the transfer and return what arrived. May be called again, with the same result.
+
+        Raises:
+            TransportTimeout: The deadline passed; names operation, peer where known, and sequence number.
+            SizeMismatch: A peer sent another number of rows than expected; raised on both of them.
+            TransportError: The transfer broke.
+        """
+
+
+class Transport(ABC):
+    """Ranks that exchange tensors.
+
+    Every rank calls the same operations in the same order, from one thread at a time. A thread of its own takes a
+    channel of its own. All sizes are known to the caller; a transport ships no shapes and no Python objects.
+
+    Attributes:
+        rank: This process, from 0.
+        world_size: Number of ranks.
+        timeout_s: Deadline of every wait, in seconds.
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    @abstractmethod
+    def all_gather(self, block: Tensor, sizes: Sequence[int] | None = None, out: Tensor | None = None) -> Pending:
+        """Give every rank the blocks of all ranks, one after the other along dim 0.
+
+        Args:
+            block: This rank's rows. Shape [n, ...], any dtype, host memory.
+            sizes: Rows of each rank, when they differ. Length world_size; `sizes[rank] == n`.
+            out: Where to put the result, to reuse memory. Shape [sum(sizes), ...], contiguous, dtype of `block`.
+
+        Returns:
+            A transfer whose `wait()` gives shape [sum(sizes), ...] ([world_size * n, ...] without sizes).
+
+        Raises:
+            ValueError: An argument breaks a rule above.
+            TransportClosed: The transport was closed.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        rows: Tensor,
+        sent_splits: Sequence[int],
+        received_splits: Sequence[int],
+        out: Tensor | None = None,
+    ) -> Pending:
+        """Send consecutive pieces of `rows` to ranks 0, 1, …, and receive one piece from each.
+
+        Neither `rows` nor `out` may be changed before the transfer is done.
+
+        Args:
+            rows: What to send, ordered by destination. Shape [sum(sent_splits), ...], any dtype, host memory.
+            sent_splits: Rows for each rank. Length world_size.
+            received_splits: Rows expected from each rank. Length world_size.
+            out: Where to put the result, to reuse memory. Shape [sum(received_splits), ...], contiguous.
+
+        Returns:
+            A transfer whose `wait()` gives shape [sum(received_splits), ...], ordered by source rank.
+
+        Raises:
+            ValueError: An argument breaks a rule above.
+            TransportClosed: The transport was closed.
+        """
+
+    @abstractmethod
+    def channel(self, name: str) -> Transport:
+        """Make an independent lane between the same ranks. Collective: all ranks make the same channels in order.
+
+        Args:
+            name: Says in error messages what the lane is for.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the transport holds. Local, may be called twice; later operations raise TransportClosed."""
