@@ -1,0 +1,202 @@
+"""The one fixed-size message that a rank sends in stage I: header, error text, lengths (paper, Algorithm 1, lines 6-10)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import ProtocolError
+
+Int64s = NDArray[np.int64]
+
+MAGIC = 0x46726565_0000_0001  # "Free", then the protocol version
+TEXT_BYTES = 512
+_TEXT_WORDS = TEXT_BYTES // 8
+_FIELDS = (
+    "magic",
+    "step",
+    "state",
+    "batch_size",
+    "capacity",
+    "schema_digest",
+    "schema_bytes",
+    "options_digest",
+    "seconds_step",
+    "seconds_bits",
+    "text_bytes",
+)
+_HEADER_WORDS = len(_FIELDS)
+_BASE_WORDS = 3  # UIH length, number of candidates, payload bytes; gathered columns follow
+MAX_BATCH_SIZE = 1 << 32
+
+
+class State(IntEnum):
+    """What a rank brings to a step."""
+
+    HAS_BATCH = 0
+    EXHAUSTED = 1
+    CLOSING = 2
+    FAILED = 3
+
+
+@dataclass
+class LocalStep:
+    """What one rank says in stage I.
+
+    Attributes:
+        step: Number of the global batch.
+        state: What this rank brings.
+        capacity: Samples that the message has room for. Agreed beforehand.
+        batch_size: Samples in the local batch.
+        schema_digest: Of this rank's columns; 0 without a batch.
+        schema_bytes: Length of the encoded schema; 0 without a batch.
+        options_digest: Of the options that must agree.
+        seconds_step: Step measured last, -1 for none.
+        seconds: Compute seconds of that step.
+        text: Why the rank fails. Cut to 512 bytes.
+        items: Values in each column. Shape [num_columns], int64.
+        samples: UIH length, number of candidates, payload bytes, gathered columns. Shape [batch_size, 3 + num_gathered].
+    """
+
+    step: int
+    state: State
+    capacity: int = 0
+    batch_size: int = 0
+    schema_digest: int = 0
+    schema_bytes: int = 0
+    options_digest: int = 0
+    seconds_step: int = -1
+    seconds: float = float("nan")
+    text: str = ""
+    items: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    samples: Int64s = field(default_factory=lambda: np.zeros((0, _BASE_WORDS), np.int64))
+
+
+def cut_text(text: str) -> bytes:
+    """Encode a text for the message, cut between characters."""
+    return text.encode("utf-8", "replace")[:TEXT_BYTES].decode("utf-8", "ignore").encode()
+
+
+def message_words(num_columns: int, capacity: int, num_gathered: int) -> int:
+    """Length of the message, in int64 words."""
+    return _HEADER_WORDS + _TEXT_WORDS + num_columns + capacity * (_BASE_WORDS + num_gathered)
+
+
+def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
+    """Write the message. Samples beyond the capacity are left out; the header tells that they are missing.
+
+    Returns:
+        Shape [message_words(...)], int64.
+    """
+    message = np.zeros(message_words(num_columns, local.capacity, num_gathered), np.int64)
+    text = cut_text(local.text)
+    message[:_HEADER_WORDS] = (
+        MAGIC,
+        local.step,
+        local.state,
+        local.batch_size,
+        local.capacity,
+        local.schema_digest,
+        local.schema_bytes,
+        local.options_digest,
+        local.seconds_step,
+        np.float64(local.seconds).view(np.int64),
+        len(text),
+    )
+    body = message[_HEADER_WORDS:]
+    body[:_TEXT_WORDS].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+    if len(local.items):
+        body[_TEXT_WORDS : _TEXT_WORDS + num_columns] = local.items
+    if local.batch_size <= local.capacity:
+        samples = body[_TEXT_WORDS + num_columns :].reshape(local.capacity, _BASE_WORDS + num_gathered)
+        samples[: local.batch_size] = local.samples
+    return torch.from_numpy(message)
+
+
+class WorldStep:
+    """Stage I as every rank reads it: the messages of all ranks.
+
+    Raises:
+        ProtocolError: A message breaks the protocol; names the rank, the field and the value.
+    """
+
+    def __init__(self, gathered: Tensor, world_size: int, num_columns: int, num_gathered: int) -> None:
+        words = gathered.numpy().reshape(world_size, -1)
+        self.world_size = world_size
+        for index, name in enumerate(_FIELDS):
+            setattr(self, name, words[:, index])
+        self._check()
+        self.seconds = np.ascontiguousarray(self.seconds_bits).view(np.float64)
+        text = np.ascontiguousarray(words[:, _HEADER_WORDS : _HEADER_WORDS + _TEXT_WORDS]).view(np.uint8)
+        self._texts = [bytes(row[:length]) for row, length in zip(text, self.text_bytes, strict=True)]
+        body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
+        self.items = body[:, :num_columns]
+        self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
+
+    magic: Int64s
+    step: Int64s
+    state: Int64s
+    batch_size: Int64s
+    capacity: Int64s
+    schema_digest: Int64s
+    schema_bytes: Int64s
+    options_digest: Int64s
+    seconds_step: Int64s
+    seconds_bits: Int64s
+    text_bytes: Int64s
+
+    def _check(self) -> None:
+        limits: Sequence[tuple[str, int, int]] = (
+            ("magic", MAGIC, MAGIC),
+            ("state", 0, max(State)),
+            ("batch_size", 0, MAX_BATCH_SIZE),
+            ("text_bytes", 0, TEXT_BYTES),
+            ("schema_bytes", 0, 1 << 20),
+        )
+        for name, low, high in limits:
+            values: Int64s = getattr(self, name)
+            wrong = np.flatnonzero((values < low) | (values > high))
+            if len(wrong):
+                rank = int(wrong[0])
+                hint = "; do all ranks run the same version?" if name == "magic" else ""
+                raise ProtocolError(
+                    f"stage I: {name} of rank {rank} must be in [{low}, {high}], got {values[rank]}{hint}"
+                )
+
+    def text(self, rank: int) -> str:
+        """What a rank says of its failure."""
+        return self._texts[rank].decode("utf-8", "replace")
+
+    def first(self, state: State) -> int | None:
+        """Lowest rank in a state, if any is."""
+        ranks = np.flatnonzero(self.state == state)
+        return int(ranks[0]) if len(ranks) else None
+
+    def first_difference(self, name: str, among: NDArray[np.bool_] | None = None) -> tuple[int, int] | None:
+        """First two ranks that differ in a field, if any do: the lowest rank, and the first that differs from it."""
+        values: Int64s = getattr(self, name)
+        ranks = np.arange(self.world_size) if among is None else np.flatnonzero(among)
+        differing = ranks[values[ranks] != values[ranks[0]]] if len(ranks) else ranks
+        return (int(ranks[0]), int(differing[0])) if len(differing) else None
+
+    def samples(self) -> Int64s:
+        """The samples of all ranks, by origin rank, then position. Shape [N, 3 + num_gathered].
+
+        Raises:
+            ProtocolError: A length is negative.
+        """
+        present = np.arange(self._samples.shape[1]) < self.batch_size[:, None]
+        samples = self._samples[present]
+        if len(samples) and samples[:, :_BASE_WORDS].min() < 0:
+            row = int(np.flatnonzero((samples[:, :_BASE_WORDS] < 0).any(1))[0])
+            rank = int(np.searchsorted(np.cumsum(self.batch_size), row, side="right"))
+            raise ProtocolError(
+                f"stage I: rank {rank} sent a negative length: {samples[row, :_BASE_WORDS].tolist()}"
+            )
+        return samples

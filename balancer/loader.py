@@ -1,0 +1,367 @@
+"""`balance(dataloader, transport, …)`: a loader that yields balanced batches of the user's own type (paper, section 3.1)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from ..transport import Transport, TransportTimeout
+from .adapt import Adapter, adapter_for, adapter_from
+from .batch import JaggedBatch
+from .header import State
+from .partition import greedy_batch_size
+from .plan import Partitioner
+from .protocol import LocalBatch, Protocol
+from .report import Report
+from .selection import Selection
+from .source import Source, source_of
+from .worker import End, Worker
+
+T = TypeVar("T")
+Lengths = str | Sequence[str] | Callable[[Any], Tensor]
+
+
+def balance(
+    dataloader: Any,
+    transport: Transport,
+    lengths: Lengths,
+    partitioner: Partitioner = greedy_batch_size,
+    *,
+    candidates: str | None = None,
+    gather: Sequence[str] = (),
+    jagged: Mapping[str, str] | None = None,
+    example: Any = None,
+    prefetch: int = 2,
+    drop_small: bool = False,
+    pin_memory: bool = False,
+) -> BalancedLoader[Any]:
+    """Balance every global batch over the ranks before it is trained on.
+
+    Collective: every rank calls it, with the same options, and iterates the result. Each iteration is one epoch; it
+    lasts until the last rank has run out of data, and every sample is delivered once, on some rank. Ranks that run out
+    early receive their share of what the others still have.
+
+    Source: FreeScale, sections 3.1 and 4.1, Algorithm 1.
+
+    Args:
+        dataloader: This rank's batches: a DataLoader, StatefulDataLoader, `read_parquet`, a torchdata node, or any
+            object that can be iterated again each epoch. Batches are any nest of dicts, tuples and dataclasses of
+            tensors with the batch on dim 0, KeyedJaggedTensor, JaggedTensor, jagged nested tensors, or JaggedBatch, in
+            host memory.
+        transport: From `connect` or `local_group`.
+        lengths: What makes a sample long: a column, several (added up), or a function of the user's batch that gives
+            integers of shape [batch_size].
+        partitioner: Gives each sample its rank; see `WorldSamples`.
+        candidates: Column whose lengths are the number of candidates, when no nested column shows them.
+        gather: Dense columns that the partitioner wants to see for the whole world, besides those it asks for itself.
+        jagged: For batches that hold jagged features as two plain tensors: values field → lengths field.
+        example: A batch, of any size, for ranks that may never see one. Only for types that describe themselves by a
+            class of the user's (dataclasses, NamedTuples).
+        prefetch: Balanced batches to have ready ahead of the trainer.
+        drop_small: Drop global batches with fewer samples than ranks, instead of giving some ranks empty batches.
+        pin_memory: Put balanced batches into pinned memory.
+
+    Returns:
+        A loader of the same batches, balanced. Its other attributes are those of `dataloader`.
+
+    Raises:
+        ValueError, TypeError: An argument breaks a rule above.
+        RuntimeError: Called inside a DataLoader worker.
+    """
+    return BalancedLoader(
+        dataloader,
+        transport,
+        lengths,
+        partitioner,
+        candidates=candidates,
+        gather=gather,
+        jagged=jagged,
+        example=example,
+        prefetch=prefetch,
+        drop_small=drop_small,
+        pin_memory=pin_memory,
+    )
+
+
+class BalancedLoader(Generic[T]):
+    """What `balance` returns; see there.
+
+    Attributes:
+        last_report: About the batch handed out last; None before the first.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        transport: Transport,
+        lengths: Lengths,
+        partitioner: Partitioner = greedy_batch_size,
+        *,
+        candidates: str | None = None,
+        gather: Sequence[str] = (),
+        jagged: Mapping[str, str] | None = None,
+        example: Any = None,
+        prefetch: int = 2,
+        drop_small: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        _refuse_in_worker()
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+            raise ValueError(f"prefetch must be an integer of at least 1, got {prefetch!r}")
+        if not isinstance(transport, Transport):
+            raise TypeError(f"transport must come from freescale.transport.connect, got {type(transport).__name__}")
+        if not callable(partitioner):
+            raise TypeError(f"partitioner must be callable, got {type(partitioner).__name__}")
+        self.dataloader = dataloader
+        self.last_report: Report | None = None
+        self._source: Source = source_of(dataloader)
+        self._transport = transport.channel("balancer")
+        self._partitioner = partitioner
+        self._measure_lengths = lengths if callable(lengths) else None
+        names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
+        if not names and self._measure_lengths is None:
+            raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
+        asked = (*getattr(partitioner, "gather", ()), *gather)
+        self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)))
+        self._jagged = dict(jagged or {})
+        self._adapter: Adapter | None = None
+        if example is not None:
+            self._adapter = adapter_for(example, jagged=self._jagged)
+        self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
+        self._epoch = 0
+        self._loaded: dict[str, Any] | None = None
+        self._snapshot: Callable[[], dict[str, Any]] | None = None
+        self._worker: Worker | None = None
+        self._seconds: tuple[int, float] = (-1, math.nan)
+        self._warned = False
+
+    # ---- iterating -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        return (batch for batch, _ in self._start())
+
+    def with_reports(self) -> Iterator[tuple[T, Report]]:
+        """Iterate over (batch, report) pairs; the report has what the loss must be scaled by."""
+        return self._start()
+
+    def __len__(self) -> int:
+        """Batches of the wrapped loader on this rank. An epoch has as many steps as the rank with the most."""
+        return len(self.dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "dataloader":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataloader, name)
+
+    def _start(self) -> BalancedIterator[T]:
+        _refuse_in_worker()
+        self.close()
+        state, self._loaded = self._loaded, None
+        if state is None:
+            state = {"step": 0, "epoch": self._epoch, "source": None, "exhausted": False}
+        protocol = Protocol(
+            self._transport,
+            self._selection,
+            self._partitioner,
+            step=state["step"],
+            drop_small=self._drop_small,
+            measured=lambda: self._seconds,
+        )
+        protocol.dropped_samples = state.get("dropped_samples", 0)
+        batches, error = self._start_source(state)
+        if error is None:
+            self._snapshot = self._capture(protocol, state["epoch"], state["exhausted"])
+        self._worker = Worker(
+            protocol,
+            batches,
+            self._flatten,
+            lambda columns: self._restore(protocol, columns),
+            lambda exhausted: self._capture(protocol, state["epoch"], exhausted),
+            prefetch=self._prefetch,
+            exhausted=state["exhausted"],
+            error=error,
+        )
+        return BalancedIterator(self, self._worker)
+
+    def _start_source(self, state: dict[str, Any]) -> tuple[Iterator[Any], Exception | None]:
+        """Begin reading. A failure is told to all ranks in the first step, so that none waits for this one."""
+        try:
+            if state["exhausted"]:
+                return iter(()), None
+            return self._source.start(state["source"]), None
+        except Exception as error:
+            return iter(()), error
+
+    def close(self) -> None:
+        """Leave the running epoch, and wait until no thread is left. Peers that go on get `PeerClosed`.
+
+        Raises:
+            TransportTimeout: Peers neither went on nor left within the transport's deadline.
+        """
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        worker.close()
+        if not worker.join(2 * self._transport.timeout_s):
+            raise TransportTimeout(
+                f"the balancer's thread did not end within {2 * self._transport.timeout_s} s of closing; "
+                "the wrapped loader, or a peer, is stuck"
+            )
+
+    # ---- batches ---------------------------------------------------------------------------------------------------------
+
+    def _flatten(self, batch: T) -> LocalBatch:
+        if self._adapter is None:
+            self._adapter = adapter_for(batch, jagged=self._jagged)
+        columns = self._adapter.flatten(batch)
+        self._selection.check(columns)
+        lengths = None
+        if self._measure_lengths is not None:
+            lengths = _checked_lengths(self._measure_lengths(batch), columns.batch_size)
+        return LocalBatch(State.HAS_BATCH, columns, lengths, self._adapter.describe())
+
+    def _restore(self, protocol: Protocol, columns: JaggedBatch) -> Any:
+        if self._adapter is None:
+            if protocol.type_description is None:
+                raise ValueError(
+                    "this rank never saw a batch and the batch type does not describe itself; "
+                    "pass example= to balance() on every rank"
+                )
+            self._adapter = adapter_from(protocol.type_description)
+        return self._adapter.restore(columns.pin_memory() if self._pin_memory else columns)
+
+    # ---- measured seconds --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def measure(self, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+        """Time the compute of a step, for partitioners that use measured seconds.
+
+        Put it around forward and backward, without anything that waits for other ranks.
+
+        Args:
+            clock: Seconds; `time.thread_time` where ranks share cores.
+        """
+        started = clock()
+        yield
+        self.record_seconds(clock() - started)
+
+    def record_seconds(self, seconds: float) -> None:
+        """Tell the compute seconds of the step whose batch was handed out last, measured by other means."""
+        if not seconds >= 0 or not math.isfinite(seconds):
+            raise ValueError(f"seconds must be finite and at least 0, got {seconds}")
+        if self.last_report is not None:
+            self._seconds = (self.last_report.step, seconds)
+
+    # ---- state -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to load to go on with the first batch that was not handed out yet. Every rank saves its own."""
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        if self._snapshot is None:
+            return {"step": 0, "epoch": self._epoch, "source": None, "exhausted": False}
+        return self._snapshot()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state at the next iteration. All ranks must load states of the same step.
+
+        Raises:
+            ValueError: It is not a state of a balanced loader.
+        """
+        missing = {"step", "epoch", "source", "exhausted"} - set(state)
+        if missing:
+            raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
+        self.close()
+        self._loaded = copy.deepcopy(dict(state))
+        self._epoch = self._loaded["epoch"]
+        if "partitioner" in self._loaded and hasattr(self._partitioner, "load_state_dict"):
+            self._partitioner.load_state_dict(copy.deepcopy(self._loaded["partitioner"]))
+
+    def _capture(self, protocol: Protocol, epoch: int, exhausted: bool) -> Callable[[], dict[str, Any]]:
+        """Remember where source and partitioner are before the running step's plan.
+
+        Called after the pull for a step; the state is for going on after that step, so the plan's effect on the
+        partitioner has to be in it: that part is filled in when the step is done.
+        """
+        state: dict[str, Any] = {
+            "step": protocol.step,
+            "epoch": epoch,
+            "source": None if exhausted else copy.deepcopy(self._source.state()),
+            "exhausted": exhausted,
+        }
+        return lambda: state
+
+    def _finished(self) -> None:
+        """The epoch ended by itself."""
+        self._worker = None
+        self._epoch += 1
+        self._snapshot = None
+
+    def _hand_out(self, report: Report, snapshot: Callable[[], dict[str, Any]]) -> None:
+        previous = self.last_report
+        if previous is not None and not self._warned and not previous.scale_was_read:
+            if len(set(previous.batch_sizes)) > 1:
+                self._warned = True
+                warnings.warn(
+                    f"ranks had {min(previous.batch_sizes)} to {max(previous.batch_sizes)} samples in step "
+                    f"{previous.step} and report.loss_scale() was not read: gradients averaged over ranks then are not "
+                    "those of the global mean",
+                    stacklevel=4,
+                )
+        self.last_report = report
+        self._snapshot = snapshot
+
+
+class BalancedIterator(Generic[T]):
+    """One epoch of a balanced loader. Forgetting it leaves the epoch."""
+
+    def __init__(self, loader: BalancedLoader[T], worker: Worker) -> None:
+        self._loader = loader
+        self._worker: Worker | None = worker
+        self._leave = weakref.finalize(self, worker.close)
+        self._leave.atexit = False
+
+    def __iter__(self) -> BalancedIterator[T]:
+        return self
+
+    def __next__(self) -> tuple[T, Report]:
+        if self._worker is None:
+            raise StopIteration
+        started = time.perf_counter()
+        entry = self._worker.take()
+        if isinstance(entry, End):
+            self._worker = None
+            self._leave.detach()
+            if entry.error is not None:
+                raise entry.error
+            self._loader._finished()
+            raise StopIteration
+        entry.report.exposed_seconds = time.perf_counter() - started
+        self._loader._hand_out(entry.report, entry.snapshot)
+        return entry.batch, entry.report
+
+
+def _refuse_in_worker() -> None:
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            "balance() works between ranks, not inside a DataLoader worker, where every worker would take part as the "
+            "same rank; wrap the DataLoader instead of its dataset"
+        )
+
+
+def _checked_lengths(lengths: Tensor, batch_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    if not isinstance(lengths, Tensor) or lengths.shape != (batch_size,) or lengths.dtype.is_floating_point:
+        got = f"{lengths.dtype} of shape {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ValueError(f"lengths= must give integers of shape [{batch_size}], got {got}")
+    return lengths.to(torch.int64).numpy()

@@ -1,0 +1,411 @@
+"""The three-stage protocol: gather lengths, gather candidate lengths and plan, shuffle samples (paper, Algorithm 1).
+
+Every rank runs the same steps on the same gathered data. A stage posts its messages, yields its name, and waits when it
+is resumed, so that a caller can compute in between.
+
+    hello → [ stage I → stage II → plan → agree on the plan → stage III ] for each global batch, until no rank has one
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..transport import Pending, Transport, TransportError
+from .batch import JaggedBatch
+from .errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
+from .header import LocalStep, State, WorldStep, encode
+from .history import History
+from .metrics import imbalance, straggler_percentage
+from .payload import Sections
+from .plan import Partitioner, WorldSamples
+from .report import Report
+from .schema import Schema, describe_difference
+from .selection import Selection
+from .shuffle import PARTITIONER_FAILED, Shuffle
+
+Int64s = NDArray[np.int64]
+Stages = Generator[str, None, "Outcome"]
+
+
+@dataclass
+class LocalBatch:
+    """What a rank brings to a step.
+
+    Attributes:
+        state: Whether there is a batch, or why there is none.
+        columns: The batch, when there is one.
+        uih_lengths: Given when the user computes the lengths. Shape [batch_size], int64.
+        type_description: Of the user's batch type, for ranks without a batch.
+        text: Why the rank failed.
+        load_seconds: How long loading took.
+    """
+
+    state: State
+    columns: JaggedBatch | None = None
+    uih_lengths: Int64s | None = None
+    type_description: str | None = None
+    text: str = ""
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended: with a batch, or, without one, with the end of the data.
+
+    Attributes:
+        columns: This rank's share, or None.
+        report: About the global batch, or None.
+        left: Rank that closed, if the data ended because one did.
+        dropped: The global batch was smaller than the world and was dropped.
+    """
+
+    columns: JaggedBatch | None = None
+    report: Report | None = None
+    left: int | None = None
+    dropped: bool = False
+
+
+@dataclass
+class Clock:
+    """Wall seconds of the stages of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Add the time since the last call to a stage."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class Protocol:
+    """One rank's side of the protocol over one epoch.
+
+    Args:
+        transport: A channel that nothing else uses.
+        selection: Which columns mean what; equal on all ranks.
+        partitioner: Gives the owner of every sample; the same on all ranks.
+        step: Number of the first global batch; equal on all ranks.
+        drop_small: Drop global batches with fewer samples than ranks.
+        measured: Gives the step measured last and its compute seconds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        selection: Selection,
+        partitioner: Partitioner,
+        *,
+        step: int = 0,
+        drop_small: bool = False,
+        measured: Callable[[], tuple[int, float]] = lambda: (-1, float("nan")),
+    ) -> None:
+        self.transport = transport
+        self.step = step
+        self.schema: Schema | None = None
+        self.type_description: str | None = None
+        self.dropped_samples = 0
+        self._selection = selection
+        self._partitioner = partitioner
+        self._drop_small = drop_small
+        self._measured = measured
+        self._history = History(transport.world_size)
+        self._capacity = 0
+        self._receive_buffer = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, local: LocalBatch) -> Outcome:
+        """Take part in one step, from stage I to the shuffled samples.
+
+        Returns:
+            This rank's share of the global batch, or the end of the data.
+
+        Raises:
+            PeerFailed: A rank said that it failed; on every rank.
+            SchemaMismatch, PlanMismatch, ProtocolError: On every rank, naming ranks and values.
+            TransportTimeout, TransportError: The network or a peer is gone; names stage and step.
+        """
+        stages = self.stages(local)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+
+    def stages(self, local: LocalBatch) -> Stages:
+        """Like `run`, but a generator that yields the name of a stage each time its messages are on the way."""
+        clock = Clock({"load": local.load_seconds})
+        if self.schema is None:
+            world = yield from self._hello(local)
+            if (end := self._end(world)) is not None:
+                return end
+        world = yield from self._gather_lengths(local)
+        clock.lap("gather_lengths")
+        if (end := self._end(world)) is not None:
+            return end
+        candidate_lengths = yield from self._gather_candidates(local, world)
+        clock.lap("gather_candidates")
+        outcome = yield from self._plan_and_shuffle(local, world, candidate_lengths, clock)
+        self.step += 1
+        return outcome
+
+    def _wait(self, work: Pending, stage: str) -> Tensor:
+        """Wait for a transfer; an error says which stage and step it hit."""
+        try:
+            return work.wait()
+        except TransportError as error:
+            raise type(error)(f"{stage}, step {self.step}: {error}") from error
+
+    # ---- hello and stage I -------------------------------------------------------------------------------------------
+
+    def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
+        said = LocalStep(
+            self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text
+        )
+        said.seconds_step, said.seconds = self._measured()
+        if local.columns is not None:
+            schema = Schema.of(local.columns, local.type_description)
+            said.batch_size = local.columns.batch_size
+            said.schema_digest, said.schema_bytes = schema.digest, len(schema.to_bytes())
+        return said
+
+    def _hello(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
+        """Agree on columns and capacity before the first step. Ranks without a batch learn the columns."""
+        work = self.transport.all_gather(encode(self._say(local, 0), 0, 0))
+        yield "hello"
+        world = WorldStep(self._wait(work, "hello"), self.transport.world_size, 0, 0)
+        self._check_agreement(world)
+        has_batch = world.state == State.HAS_BATCH
+        if self._end(world) is not None:
+            return world
+        speaker = int(np.flatnonzero(has_batch)[0])
+        differs = world.first_difference("schema_digest", has_batch) is not None
+        speakers = has_batch if differs else np.arange(len(has_batch)) == speaker
+        if differs or not has_batch.all():
+            schemas = yield from self._gather_schemas(local, world, speakers)
+            if differs:
+                self._raise_schema_mismatch(schemas)
+            self._learn(schemas[speaker])
+        if local.columns is not None:
+            self._learn(Schema.of(local.columns, local.type_description))
+        self._capacity = int(world.batch_size.max())
+        return world
+
+    def _learn(self, schema: Schema) -> None:
+        self.schema, self.type_description = schema, schema.type_description
+
+    def _gather_schemas(
+        self, local: LocalBatch, world: WorldStep, speakers: NDArray[np.bool_]
+    ) -> Generator[str, None, dict[int, Schema]]:
+        """Some ranks send their columns to all."""
+        sizes = np.where(speakers, world.schema_bytes, 0)
+        ours = b""
+        if local.columns is not None and speakers[self.transport.rank]:
+            ours = Schema.of(local.columns, local.type_description).to_bytes()
+        block = (
+            torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+            if ours
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        work = self.transport.all_gather(block, sizes.tolist())
+        yield "hello"
+        gathered = self._wait(work, "hello").numpy().tobytes()
+        ends = np.cumsum(sizes)
+        return {
+            int(rank): Schema.from_bytes(gathered[ends[rank] - sizes[rank] : ends[rank]])
+            for rank in np.flatnonzero(speakers)
+        }
+
+    def _raise_schema_mismatch(self, schemas: Mapping[int, Schema]) -> None:
+        first = min(schemas)
+        for rank in sorted(schemas):
+            if schemas[rank].columns != schemas[first].columns:
+                raise SchemaMismatch(describe_difference(first, schemas[first], rank, schemas[rank]))
+
+    def _check_agreement(self, world: WorldStep) -> None:
+        """Raise, on every rank, when ranks are at different steps or were given different options."""
+        if (pair := world.first_difference("step")) is not None:
+            a, b = pair
+            raise ProtocolError(
+                f"rank {a} is at step {world.step[a]} and rank {b} at step {world.step[b]}; "
+                "all ranks have to load states of the same step"
+            )
+        if (pair := world.first_difference("options_digest")) is not None:
+            raise SchemaMismatch(
+                f"ranks {pair[0]} and {pair[1]} were given different lengths=, candidates= or gather="
+            )
+
+    def _gather_lengths(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
+        """Stage I. Repeated with more room when a rank has a larger batch than before."""
+        assert self.schema is not None
+        num_columns, num_gathered = len(self.schema.columns), len(self._selection.gather)
+        while True:
+            said = self._say(local, self._capacity)
+            if local.columns is not None:
+                said.items = np.array([len(local.columns[c].values) for c in local.columns.names], np.int64)
+                if said.schema_digest == self.schema.digest:
+                    payload = Sections(local.columns, self.schema).payload_bytes()
+                    said.samples = self._selection.sample_words(
+                        local.columns, self.schema, payload, local.uih_lengths
+                    )
+                else:
+                    said.items = np.zeros(num_columns, np.int64)
+                    said.samples = np.zeros((said.batch_size, 3 + num_gathered), np.int64)
+            work = self.transport.all_gather(encode(said, num_columns, num_gathered))
+            yield "gather_lengths"
+            gathered = self._wait(work, "stage I (gather lengths)")
+            world = WorldStep(gathered, self.transport.world_size, num_columns, num_gathered)
+            self._check_agreement(world)
+            if self._end(world) is None:
+                self._check_schemas(world)
+            if int(world.batch_size.max()) <= self._capacity:
+                return world
+            self._capacity = int(world.batch_size.max())
+
+    def _check_schemas(self, world: WorldStep) -> None:
+        assert self.schema is not None
+        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self.schema.digest)
+        if wrong.any():
+            rank = int(np.flatnonzero(wrong)[0])
+            raise SchemaMismatch(
+                f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}"
+            )
+
+    def _end(self, world: WorldStep) -> Outcome | None:
+        """The end of the data, if this is it; raises if a rank failed."""
+        if (rank := world.first(State.FAILED)) is not None:
+            raise PeerFailed(rank, self.step, world.text(rank))
+        if (rank := world.first(State.CLOSING)) is not None:
+            return Outcome(left=rank)
+        return None if (world.state == State.HAS_BATCH).any() else Outcome()
+
+    # ---- stage II ----------------------------------------------------------------------------------------------------
+
+    def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[str, None, Tensor]:
+        """Stage II: content lengths of all candidates. Nothing to do when no column is nested."""
+        assert self.schema is not None
+        name = self._selection.nested_column(self.schema)
+        if name is None:
+            return torch.zeros(0, dtype=torch.int64)
+        ours = torch.zeros(0, dtype=torch.int64)
+        if local.columns is not None:
+            ours = local.columns[name].levels[1]
+        samples = world.samples()
+        if name != self._selection.candidate_column(self.schema):
+            sizes = (yield from self._gather_sizes(len(ours))).tolist()
+        else:
+            ranks = np.repeat(np.arange(world.world_size), world.batch_size)
+            sizes = (
+                np.bincount(ranks, weights=samples[:, 1], minlength=world.world_size)
+                .astype(np.int64)
+                .tolist()
+            )
+        work = self.transport.all_gather(ours, sizes)
+        yield "gather_candidates"
+        return self._wait(work, "stage II (gather candidate lengths)")
+
+    def _gather_sizes(self, size: int) -> Generator[str, None, Int64s]:
+        work = self.transport.all_gather(torch.tensor([size], dtype=torch.int64))
+        yield "gather_candidates"
+        return self._wait(work, "stage II (gather candidate lengths)").numpy()
+
+    # ---- plan and stage III ------------------------------------------------------------------------------------------
+
+    def _plan_and_shuffle(
+        self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock
+    ) -> Stages:
+        assert self.schema is not None
+        samples = world.samples()
+        origin = np.repeat(np.arange(world.world_size), world.batch_size)
+        if self._drop_small and len(samples) < world.world_size:
+            self.dropped_samples += len(samples)
+            return Outcome(dropped=True)
+        world_samples = self._world_samples(samples, origin, candidate_lengths, world)
+        shuffle = Shuffle(self.transport, self.schema, local.columns, world_samples, self._receive_buffer)
+        yield from self._agree(shuffle)
+        clock.lap("plan")
+        self._receive_buffer = shuffle.buffer
+        work = shuffle.post()
+        yield "shuffle"
+        columns = shuffle.finish(self._wait(work, "stage III (shuffle samples)"))
+        clock.lap("shuffle")
+        self._history.add(self.step, world_samples, shuffle.owners)
+        return Outcome(columns, self._report(world, world_samples, shuffle, clock))
+
+    def _world_samples(
+        self, samples: Int64s, origin: Int64s, candidate_lengths: Tensor, world: WorldStep
+    ) -> WorldSamples:
+        assert self.schema is not None
+        columns = torch.from_numpy(np.ascontiguousarray(samples.T))
+        seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
+        return WorldSamples(
+            world_size=world.world_size,
+            rank=torch.from_numpy(origin),
+            uih_lengths=columns[0],
+            num_candidates=columns[1],
+            candidate_lengths=candidate_lengths,
+            payload_bytes=columns[2],
+            seconds=seconds,
+            seconds_step=seconds_step,
+            measured=measured,
+            gathered=self._selection.gathered(columns[3:], self.schema),
+        )
+
+    def _agree(self, shuffle: Shuffle) -> Generator[str, None, None]:
+        """Plan, pack, and exchange digests, so that every rank knows that all have the same plan before data moves."""
+        work = self.transport.all_gather(shuffle.prepare(self._partitioner))
+        yield "plan"
+        notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
+        if (failed := np.flatnonzero(notes[:, 0])).size:
+            rank = int(failed[0])
+            said = notes[rank, 3:].tobytes()[: int(notes[rank, 2])].decode("utf-8", "replace")
+            what = "partitioner" if notes[rank, 0] == PARTITIONER_FAILED else "packing"
+            raise PeerFailed(rank, self.step, f"{what}: {said}") from shuffle.error
+        digests, counts = np.unique(notes[:, 1], return_counts=True)
+        if len(digests) > 1:
+            odd = np.flatnonzero(notes[:, 1] != digests[counts.argmax()])
+            raise PlanMismatch(
+                f"step {self.step}: the partitioner gave another plan on ranks {odd.tolist()} than on the others; "
+                "it must depend on its argument alone"
+            )
+
+    def _report(self, world: WorldStep, samples: WorldSamples, shuffle: Shuffle, clock: Clock) -> Report:
+        assert self.schema is not None
+        size, rank = self.transport.world_size, self.transport.rank
+        lengths, origin, owners = samples.uih_lengths.numpy(), samples.rank.numpy(), shuffle.owners
+        payload = samples.payload_bytes.numpy()
+        before = np.bincount(origin, weights=lengths, minlength=size)
+        after = np.bincount(owners, weights=lengths, minlength=size)
+        moved = payload[origin != owners].sum()
+        batch_sizes = np.bincount(owners, minlength=size)
+        return Report(
+            step=self.step,
+            rank=rank,
+            world_size=size,
+            batch_size=int(batch_sizes[rank]),
+            global_batch_size=samples.num_samples,
+            batch_sizes=tuple(batch_sizes.tolist()),
+            global_items=dict(
+                zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True)
+            ),
+            tokens_before=tuple(before.astype(np.int64).tolist()),
+            tokens_after=tuple(after.astype(np.int64).tolist()),
+            imbalance_before=imbalance(torch.from_numpy(before)),
+            imbalance_after=imbalance(torch.from_numpy(after)),
+            straggler_before=straggler_percentage(torch.from_numpy(before)),
+            straggler_after=straggler_percentage(torch.from_numpy(after)),
+            bytes_sent=int(payload[(origin == rank) & (owners != rank)].sum()),
+            bytes_received=int(payload[(origin != rank) & (owners == rank)].sum()),
+            bytes_total=int(payload.sum()),
+            bytes_moved=int(moved),
+            dropped_samples=self.dropped_samples,
+            seconds=clock.seconds,
+        )
