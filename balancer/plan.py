@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,10 @@ class WorldSamples:
         measured: The samples that produced `seconds`: for every rank those it trained on in its `seconds_step`, with
             `rank` the rank that trained on them. None before the first measurement.
         gathered: Dense columns asked for by `gather=`. Each of shape [N].
+        first_rank: Rank of the whole world that rank 0 of this world is; not 0 in the groups of `grouped`. What a
+            partitioner remembers of rank r belongs to rank `first_rank + r`.
+        cost: Cost of each sample, where it is settled already (`keep_together` sums the costs of the samples that it
+            merges). Shape [N], float64. None: the partitioner's own cost decides.
     """
 
     world_size: int
@@ -47,6 +53,8 @@ class WorldSamples:
     seconds_step: Tensor = field(default_factory=_no_items)
     measured: WorldSamples | None = None
     gathered: Mapping[str, Tensor] = field(default_factory=dict)
+    first_rank: int = 0
+    cost: Tensor | None = None
 
     def __post_init__(self) -> None:
         n = self.num_samples
@@ -72,9 +80,111 @@ class WorldSamples:
         """Samples in the global batch, N."""
         return len(self.uih_lengths)
 
+    def restricted_to(self, samples: Tensor, ranks: range) -> WorldSamples:
+        """Give the world that has only some samples and ranks; ranks are renumbered from 0.
+
+        Args:
+            samples: Samples to keep, in order, all loaded by one of `ranks`. Shape [n], int64.
+            ranks: Consecutive ranks to keep.
+
+        Returns:
+            A world of `len(ranks)` ranks and n samples; what was measured is restricted to `ranks` as well.
+        """
+        measured = self.measured
+        if measured is not None:
+            inside = (measured.rank >= ranks.start) & (measured.rank < ranks.stop)
+            measured = measured.restricted_to(inside.nonzero().flatten(), ranks)
+        return WorldSamples(
+            world_size=len(ranks),
+            rank=self.rank[samples] - ranks.start,
+            uih_lengths=self.uih_lengths[samples],
+            num_candidates=self.num_candidates[samples],
+            candidate_lengths=self.candidate_lengths_of(samples),
+            payload_bytes=self.payload_bytes[samples],
+            seconds=self.seconds[ranks.start : ranks.stop],
+            seconds_step=self.seconds_step[ranks.start : ranks.stop],
+            measured=measured,
+            gathered={name: column[samples] for name, column in self.gathered.items()},
+            first_rank=self.first_rank + ranks.start,
+            cost=None if self.cost is None else self.cost[samples],
+        )
+
+    def candidate_lengths_of(self, samples: Tensor) -> Tensor:
+        """Content lengths of the candidates of some samples, in their order. Empty when no column is nested."""
+        if len(self.candidate_lengths) == 0:
+            return self.candidate_lengths
+        counts = self.num_candidates[samples]
+        ends = self.num_candidates.cumsum(0)[samples]
+        shift = (ends - counts.cumsum(0)).repeat_interleave(counts)
+        return self.candidate_lengths[torch.arange(len(shift)) + shift]
+
 
 Partitioner = Callable[[WorldSamples], Tensor]
 """Gives the owner rank of every sample: shape [num_samples], int64, values in [0, world_size)."""
 
 Cost = Callable[[WorldSamples], Tensor]
 """Gives the cost of every sample: shape [num_samples], float64, not negative."""
+
+
+class PassesOn(ABC):
+    """A partitioner that passes on the columns and the state of what it holds: a cost, or another partitioner."""
+
+    @property
+    @abstractmethod
+    def held(self) -> object:
+        """The cost or partitioner inside."""
+
+    @property
+    def gather(self) -> tuple[str, ...]:
+        """Dense columns that `WorldSamples.gathered` has to hold."""
+        return tuple(getattr(self.held, "gather", ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to resume from: tensors and numbers. Empty when nothing inside learns."""
+        return dict(self.held.state_dict()) if hasattr(self.held, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, which is not changed."""
+        if hasattr(self.held, "load_state_dict"):
+            self.held.load_state_dict(state)
+        elif state:
+            raise ValueError(f"state has {sorted(state)}, but {self!r} holds nothing that keeps a state")
+
+
+def validate_plan(owner: object, world: WorldSamples) -> Tensor:
+    """Check what a partitioner returned; partitioners are user code.
+
+    Args:
+        owner: What the partitioner returned.
+        world: What it was given.
+
+    Returns:
+        Owner rank of every sample. Shape [num_samples], int64, in host memory.
+
+    Raises:
+        TypeError: Not a tensor, or not of an integer dtype.
+        ValueError: Another shape than [num_samples], or a value outside [0, world_size).
+
+    Example:
+        >>> world = WorldSamples(world_size=2, rank=torch.tensor([0, 1]), uih_lengths=torch.tensor([5, 7]))
+        >>> validate_plan(torch.tensor([1, 2]), world)
+        Traceback (most recent call last):
+        ...
+        ValueError: the partitioner must give owner ranks in [0, 2), got 2 for sample 1
+    """
+    if not isinstance(owner, Tensor):
+        raise TypeError(f"the partitioner must return a torch.Tensor, got {type(owner).__name__}")
+    if owner.dtype == torch.bool or owner.is_floating_point() or owner.is_complex():
+        raise TypeError(f"the partitioner must return integers (int64), got {owner.dtype}")
+    if owner.shape != (world.num_samples,):
+        wanted = [world.num_samples]
+        raise ValueError(f"the partitioner must return shape {wanted}, one owner a sample, got {list(owner.shape)}")
+    owner = owner.to("cpu", torch.int64)
+    outside = ((owner < 0) | (owner >= world.world_size)).nonzero()
+    if len(outside):
+        sample = int(outside[0])
+        raise ValueError(
+            f"the partitioner must give owner ranks in [0, {world.world_size}), "
+            f"got {int(owner[sample])} for sample {sample}"
+        )
+    return owner
