@@ -1,4 +1,4 @@
-"""JaggedBatch: named columns over the samples of one batch (paper, section 2.1: variable UIH, candidates and contents)."""
+"""JaggedBatch: named columns over the samples of one batch (paper, section 2.1: what varies in length)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Column", "ColumnSpec", "JaggedBatch"]
 class JaggedBatch:
     """Named columns over `batch_size` samples, all on one device.
 
-    A column without levels is dense, with one it is a list a sample, with two a list of lists a sample. Lengths may come
-    in any integer type and are kept as int64; values are kept contiguous (copied only when they are not). Batches can
-    be pickled, sent by DataLoader workers, pinned by a DataLoader, and handed to TorchRec's pipelines. Treat values as
-    read-only where they alias memory of someone else (Arrow, the parts of a batch that was split).
+    A column without levels is dense, with one it is a list a sample, with two a list of lists a sample.
+    Lengths may come in any integer type and are kept as int64; values are kept contiguous (copied only when
+    they are not). Batches can be pickled, sent by DataLoader workers, pinned by a DataLoader, and handed to
+    TorchRec's pipelines. Treat values as read-only where they alias other memory (Arrow, a split batch).
 
     Args:
         columns: Values and lengths by name.
@@ -47,9 +47,7 @@ class JaggedBatch:
             if not isinstance(name, str):
                 raise TypeError(f"column names must be strings, got {name!r}")
             if not isinstance(column, Column):
-                raise TypeError(
-                    f"column {name!r} must be a Column(values, levels), got {type(column).__name__}"
-                )
+                raise TypeError(f"column {name!r} must be a Column(values, levels), got {type(column).__name__}")
             checked[name] = checked_column(name, column)
         if batch_size is None:
             if not checked:
@@ -70,7 +68,7 @@ class JaggedBatch:
 
     @classmethod
     def empty(cls, schema: Mapping[str, ColumnSpec]) -> JaggedBatch:
-        """A batch of no samples, in host memory, with the columns that `schema` names."""
+        """Make a batch of no samples, in host memory, with the columns that `schema` names."""
         return cls({name: empty_column(spec) for name, spec in schema.items()}, batch_size=0)
 
     @property
@@ -97,9 +95,7 @@ class JaggedBatch:
         try:
             return self._columns[name]
         except KeyError:
-            raise KeyError(
-                f"no column {name!r}; this batch has {', '.join(self._columns) or 'none'}"
-            ) from None
+            raise KeyError(f"no column {name!r}; this batch has {', '.join(self._columns) or 'none'}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
@@ -117,7 +113,7 @@ class JaggedBatch:
         return f"JaggedBatch({', '.join(parts)})"
 
     def equal(self, other: JaggedBatch) -> bool:
-        """Whether both hold the same columns in the same order, to the last bit (NaN included). Synchronises."""
+        """Whether both hold the same columns in the same order, bit for bit (NaN included). Synchronises."""
         return (
             self.names == other.names
             and self.batch_size == other.batch_size
@@ -125,7 +121,7 @@ class JaggedBatch:
         )
 
     def take(self, indices: Tensor | Sequence[int]) -> JaggedBatch:
-        """The samples at `indices`, in that order, in memory of their own. Synchronises.
+        """Copy the samples at `indices`, in that order. Synchronises.
 
         Args:
             indices: In [0, batch_size), any order, repeats allowed. Shape [n], integer.
@@ -135,9 +131,7 @@ class JaggedBatch:
         """
         index = torch.as_tensor(indices, dtype=None if len(indices) else torch.int64)
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
-            raise ValueError(
-                f"indices must be integers in one dimension, got {index.dtype} {list(index.shape)}"
-            )
+            raise ValueError(f"indices must be integers in one dimension, got {index.dtype} {list(index.shape)}")
         index = index.to(self.device, torch.int64)
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.batch_size:
             wrong = index[(index < 0) | (index >= self.batch_size)][0]
@@ -146,7 +140,7 @@ class JaggedBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[JaggedBatch]) -> JaggedBatch:
-        """The samples of several batches, one batch after the other; a single batch comes back as it is.
+        """Join the samples of several batches, one batch after the other; a single batch comes back as it is.
 
         Raises:
             ValueError: There is no batch, or columns differ; names the column and both sides.
@@ -185,16 +179,14 @@ class JaggedBatch:
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until `stream` is done with it (torch.Tensor.record_stream); nothing to do on the host."""
+        """Keep the memory until `stream` is done with it (torch.Tensor.record_stream)."""
         if self.device.type != "cpu":
             for column in self._columns.values():
                 for tensor in column.tensors():
                     tensor.record_stream(stream)
 
     def _map(self, function: Callable[[Column], Column], batch_size: int) -> JaggedBatch:
-        return self._of_checked(
-            {name: function(column) for name, column in self._columns.items()}, batch_size
-        )
+        return self._of_checked({name: function(column) for name, column in self._columns.items()}, batch_size)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> JaggedBatch:
         def move(column: Column) -> Column:
@@ -207,9 +199,7 @@ def _check_alike(columns: Mapping[str, Column], batch_size: int) -> None:
     device = next((column.device for column in columns.values()), None)
     for name, column in columns.items():
         if column.batch_size != batch_size:
-            raise ValueError(
-                f"column {name!r} has {column.batch_size} samples where the batch has {batch_size}"
-            )
+            raise ValueError(f"column {name!r} has {column.batch_size} samples where the batch has {batch_size}")
         if column.device != device:
             raise ValueError(f"column {name!r} is on {column.device}, the columns before it on {device}")
 
@@ -223,7 +213,7 @@ def _check_same_schema(what: str, got: Mapping[str, ColumnSpec], expected: Mappi
 
 
 def _announce_to_torchrec() -> None:
-    """Let `isinstance(batch, Pipelineable)` hold, which TorchRec's pipelines ask, without importing torchrec."""
+    """Let `isinstance(batch, Pipelineable)` hold, which TorchRec asks, without importing torchrec."""
     streamable = sys.modules.get("torchrec.streamable")
     if streamable is not None and hasattr(streamable, "Pipelineable"):
         streamable.Pipelineable.register(JaggedBatch)

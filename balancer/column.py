@@ -1,8 +1,9 @@
-"""Column: values and lengths of one feature over the samples of a batch, checked at the door (paper, section 2.1)."""
+"""Column: values and lengths of one feature over the samples of a batch, and its rules (section 2.1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,15 +113,15 @@ class Column:
         return (self.values, *self.levels)
 
     def to_list(self) -> list[Any]:
-        """Samples as Python numbers and lists. Synchronises."""
+        """Give the samples as Python numbers and lists. Synchronises."""
         items: list[Any] = self.values.tolist()
         for lengths in reversed(self.levels):
             bounds = offsets_of(lengths).tolist()
-            items = [items[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+            items = [items[start:stop] for start, stop in pairwise(bounds)]
         return items
 
     def equal(self, other: Column) -> bool:
-        """Whether dtype, shape, lengths and every byte of the values agree (a NaN equals the same NaN). Synchronises."""
+        """Whether dtype, shape, lengths and every byte of the values agree (NaN included). Synchronises."""
         return (
             self.spec == other.spec
             and self.values.shape == other.values.shape
@@ -130,14 +131,14 @@ class Column:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Running sum from 0. Shape [B] to [B + 1], int64."""
+    """Add up lengths from 0. Shape [B] to [B + 1], int64."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: shape [n, ...] to [n, bytes of a row], uint8, no copy."""
+    """View the memory of a contiguous tensor: shape [n, ...] to [n, bytes of a row], uint8."""
     n, row = len(values), row_bytes(values)
     if n * row == 0:
         return torch.empty((n, row), dtype=torch.uint8, device=values.device)
@@ -145,46 +146,38 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 def row_bytes(values: Tensor) -> int:
-    """Bytes of one row of `values`."""
+    """Count the bytes of one row of `values`."""
     return values.shape[1:].numel() * values.element_size()
 
 
 def empty_column(spec: ColumnSpec) -> Column:
-    """A column of no samples, in host memory."""
+    """Make a column of no samples, in host memory."""
     levels = tuple(torch.zeros(0, dtype=torch.int64) for _ in range(spec.depth))
     return Column(torch.empty((0, *spec.shape), dtype=spec.dtype), levels)
 
 
 def checked_column(name: str, column: Column) -> Column:
-    """The column with int64 lengths and contiguous values, after every rule was checked. Synchronises.
+    """Check every rule, and make lengths int64 and values contiguous. Synchronises.
 
     Raises:
         ValueError: Names the column, the rule and the value.
         TypeError: Values or lengths are not tensors.
     """
     if column.depth > MAX_DEPTH:
-        raise ValueError(
-            f"column {name!r} has {column.depth} length levels; at most {MAX_DEPTH} are supported"
-        )
+        raise ValueError(f"column {name!r} has {column.depth} length levels; at most {MAX_DEPTH} are supported")
     levels: list[Tensor] = []
     for level, lengths in enumerate(column.levels):
         what = f"column {name!r}: lengths of level {level}"
         _check_lengths(what, lengths)
         if level and len(lengths) != (total := int(levels[-1].sum())):
-            raise ValueError(
-                f"{what} must be as many as the counts above add up to, {total}, got {len(lengths)}"
-            )
+            raise ValueError(f"{what} must be as many as the counts above add up to, {total}, got {len(lengths)}")
         levels.append(lengths.detach().to(torch.int64).contiguous())
     values = _checked_values(name, column.values)
     if levels and len(values) != (total := int(levels[-1].sum())):
-        raise ValueError(
-            f"column {name!r}: lengths add up to {total}, but there are {len(values)} rows of values"
-        )
+        raise ValueError(f"column {name!r}: lengths add up to {total}, but there are {len(values)} rows of values")
     for lengths in levels:
         if lengths.device != values.device:
-            raise ValueError(
-                f"column {name!r}: values are on {values.device} and lengths on {lengths.device}; move both to one device"
-            )
+            raise ValueError(f"column {name!r}: values are on {values.device}, lengths on {lengths.device}")
     return Column(values, tuple(levels))
 
 
@@ -208,7 +201,5 @@ def _checked_values(name: str, values: Tensor) -> Tensor:
     if values.dim() == 0:
         raise ValueError(f"column {name!r}: values must have the samples on dimension 0, got a single number")
     if values.requires_grad:
-        raise ValueError(
-            f"column {name!r}: values require grad, which does not survive moving samples; detach() them"
-        )
+        raise ValueError(f"column {name!r}: values require grad, which does not survive moving samples; detach() them")
     return values.resolve_conj().resolve_neg().contiguous()

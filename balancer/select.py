@@ -1,4 +1,4 @@
-"""Select, join and cut the samples of a column, byte for byte, at any depth (paper, section 4.2: indexed permute)."""
+"""Select, join and cut the samples of a column, byte for byte, at any depth (paper, section 4.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def take_samples(column: Column, indices: Tensor) -> Column:
-    """The samples at `indices`, in that order; repeats are allowed. Copies.
+    """Copy the samples at `indices`, in that order; repeats are allowed.
 
     Args:
         column: Checked; its values are contiguous.
@@ -72,7 +72,7 @@ def _index(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def concat_samples(columns: Sequence[Column]) -> Column:
-    """The samples of several columns of one spec, one after the other. Copies, unless there is but one."""
+    """Join the samples of several columns of one spec. Copies, unless there is but one."""
     if len(columns) == 1:
         return columns[0]
     levels = tuple(torch.cat(lengths) for lengths in zip(*(c.levels for c in columns), strict=True))

@@ -1,0 +1,196 @@
+"""Fields of the user's batch that hold samples: tensors, arrays, jagged pairs, batches (section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import JaggedBatch
+from .column import Column
+from .convert import nested_column, nested_tensor
+from .structure import Node, Parts, below, check_type, field
+
+BARE = "values"  # column name of a batch that is one field
+
+
+class Form:
+    """Whether a field is a tensor or a NumPy array, and how one becomes the other."""
+
+    def __init__(self, path: str, numpy_type: str | None) -> None:
+        self.path = path
+        self.numpy_type = numpy_type
+
+    @classmethod
+    def of(cls, value: Tensor | np.ndarray[Any, Any], path: str) -> Form:
+        """Take the form of the first batch's field.
+
+        Raises:
+            TypeError: An array of Python objects, text or records.
+        """
+        if isinstance(value, Tensor):
+            return cls(path, None)
+        if value.dtype.kind not in "biufcmM" or not value.dtype.isnative:
+            raise TypeError(
+                f"{field(path)} is an array of {value.dtype}, which is not made of plain numbers: encode it as numbers, "
+                f"or leave it out of the batch"
+            )
+        return cls(path, value.dtype.str)
+
+    def tensor(self, value: Any) -> Tensor:
+        """View the field as a tensor."""
+        check_type(self.path, value, np.ndarray if self.numpy_type else Tensor)
+        if isinstance(value, Tensor):
+            if value.is_nested or value.layout is not torch.strided:
+                raise ValueError(f"{field(self.path)} has layout {value.layout}; samples need plain dense tensors")
+            if value.requires_grad:
+                raise ValueError(f"{field(self.path)} requires grad, which ends where samples move; detach() it")
+        if value.ndim == 0:
+            raise ValueError(
+                f"{field(self.path)} is a single number, not one a sample: expand it to shape [batch_size], or leave "
+                f"it out of the batch"
+            )
+        return value if isinstance(value, Tensor) else _tensor_of(value)
+
+    def value(self, tensor: Tensor) -> Any:
+        """Give the tensor the form of the field."""
+        if self.numpy_type is None:
+            return tensor
+        array = tensor.numpy()
+        return array.view(self.numpy_type) if np.dtype(self.numpy_type).kind in "mM" else array
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
+    array = np.ascontiguousarray(array)
+    if array.dtype.kind in "mM":
+        array = array.view(np.int64)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class DenseLeaf(Node):
+    """A tensor or array with one row a sample."""
+
+    def __init__(self, path: str, form: Form, order: tuple[int, ...] | None) -> None:
+        self._name = path or BARE
+        self._form = form
+        self._order = order
+        self._back = None if order is None else tuple(np.argsort(order).tolist())
+
+    @classmethod
+    def of(cls, value: Any, path: str) -> DenseLeaf:
+        """Make the leaf of the first batch's field."""
+        form = Form.of(value, path)
+        return cls(path, form, _memory_order(value) if isinstance(value, Tensor) else None)
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        tensor = self._form.tensor(value)
+        if self._order is not None and tensor.dim() == len(self._order):
+            tensor = tensor.permute(self._order)
+        parts.add(self._name, Column(tensor))
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        tensor = batch[self._name].values
+        return self._form.value(tensor if self._back is None else tensor.permute(self._back))
+
+    def describe(self) -> dict[str, Any] | None:
+        return {"kind": "dense", "numpy": self._form.numpy_type, "order": self._order}
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Dimensions from the outermost to the innermost in memory, when that is channels-last."""
+    for order in ((0, 2, 3, 1), (0, 2, 3, 4, 1)):
+        if tensor.dim() == len(order) and not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
+            return order
+    return None
+
+
+class ValuesLeaf(Node):
+    """The values of a jagged feature whose lengths are other fields."""
+
+    def __init__(self, path: str, form: Form, lengths: tuple[str, ...]) -> None:
+        self._path = path
+        self._form = form
+        self._lengths = lengths
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        parts.add_values(self._path, self._form.tensor(value), self._lengths)
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        return self._form.value(batch[self._path].values)
+
+    def describe(self) -> dict[str, Any] | None:
+        return {"kind": "values", "numpy": self._form.numpy_type, "lengths": list(self._lengths)}
+
+
+class LengthsLeaf(Node):
+    """The lengths of a jagged feature. They come back in the integer type of the first batch."""
+
+    def __init__(self, path: str, form: Form, dtype: torch.dtype, owner: str, level: int) -> None:
+        self._path = path
+        self._form = form
+        self._dtype = dtype
+        self._owner = owner
+        self._level = level
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        parts.lengths[self._path] = self._form.tensor(value)
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        return self._form.value(batch[self._owner].levels[self._level].to(self._dtype))
+
+    def describe(self) -> dict[str, Any] | None:
+        return {
+            "kind": "lengths",
+            "numpy": self._form.numpy_type,
+            "dtype": str(self._dtype),
+            "owner": self._owner,
+            "level": self._level,
+        }
+
+
+class NestedLeaf(Node):
+    """A torch nested tensor of the jagged layout."""
+
+    def __init__(self, path: str, offsets_dtype: torch.dtype) -> None:
+        self._path = path
+        self._offsets_dtype = offsets_dtype
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{field(self._path)} is of type {type(value).__name__}, it was a nested tensor")
+        if value.requires_grad:
+            raise ValueError(f"{field(self._path)} requires grad, which ends where samples move; detach() it")
+        parts.add(self._path or BARE, nested_column(value, field(self._path)))
+
+    def restore(self, batch: JaggedBatch) -> Tensor:
+        return nested_tensor(batch[self._path or BARE], self._offsets_dtype)
+
+    def describe(self) -> dict[str, Any] | None:
+        return {"kind": "nested", "offsets_dtype": str(self._offsets_dtype)}
+
+
+class BatchLeaf(Node):
+    """A JaggedBatch: as the batch itself, or as a field of it."""
+
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        self._path = path
+        self._names = tuple(names)
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        check_type(self._path, value, JaggedBatch)
+        if set(value.names) != set(self._names):
+            names = list(self._names)
+            raise ValueError(f"{field(self._path)} has columns {list(value.names)}, in the first batch {names}")
+        for name in self._names:
+            parts.add(below(self._path, name), value[name])
+        parts.batch_sizes[self._path or "batch"] = value.batch_size
+
+    def restore(self, batch: JaggedBatch) -> JaggedBatch:
+        columns = {name: batch[below(self._path, name)] for name in self._names}
+        return JaggedBatch(columns, batch.batch_size)
+
+    def describe(self) -> dict[str, Any] | None:
+        return {"kind": "jagged_batch", "names": list(self._names)}

@@ -1,0 +1,266 @@
+"""The shape of the user's batch: containers that are walked the same way for every batch (paper, section 4.1).
+
+A batch is a tree. Each position is a `Node`, made from the first batch; it takes the same position of a later batch
+apart, refuses it when it differs, and puts it together again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .batch import JaggedBatch
+from .column import Column
+
+Build = Callable[[Any, str], "Node"]
+
+
+class Parts:
+    """The columns that a batch falls into, gathered while its tree is walked."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, Column] = {}
+        self.values: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+        self.lengths: dict[str, Tensor] = {}
+        self.batch_sizes: dict[str, int] = {}
+
+    def add(self, name: str, column: Column) -> None:
+        """Add a column.
+
+        Raises:
+            ValueError: Two fields have the same path.
+        """
+        if name in self.columns:
+            raise ValueError(f"two fields of the batch are called {name!r}; rename one of them")
+        self.columns[name] = column
+
+    def add_values(self, name: str, values: Tensor, lengths: tuple[str, ...]) -> None:
+        """Add a column whose lengths are other fields, maybe not seen yet."""
+        self.add(name, Column(values))
+        self.values[name] = (values, lengths)
+
+    def joined(self) -> dict[str, Column]:
+        """Put values and their lengths together."""
+        for name, (values, lengths) in self.values.items():
+            self.columns[name] = Column(values, tuple(self.lengths[path] for path in lengths))
+        return self.columns
+
+    def batch_size(self) -> int:
+        """Agree on the number of samples.
+
+        Raises:
+            ValueError: It differs between fields, or there is no field to tell; names the fields.
+        """
+        sizes = self.batch_sizes | {name: column.batch_size for name, column in self.columns.items()}
+        jagged = [name for name, column in self.columns.items() if column.depth]
+        first = next(iter([*self.batch_sizes, *jagged, *sizes]), None)
+        if first is None:
+            raise ValueError("the batch holds no tensor, so it has no samples to move")
+        for name, size in sizes.items():
+            if size != sizes[first]:
+                raise ValueError(_sizes_differ(name, size, first, sizes[first]))
+        return sizes[first]
+
+
+def _sizes_differ(name: str, size: int, first: str, expected: int) -> str:
+    return (
+        f"field {name!r} has {size} rows on dimension 0, field {first!r} has {expected} samples. Each field needs one "
+        f"row a sample. For the values of a jagged feature say which field holds its lengths: "
+        f"jagged={{{name!r}: '<its lengths>'}}; anything else has to be left out of the batch"
+    )
+
+
+class Node(ABC):
+    """One position of the user's batch."""
+
+    @abstractmethod
+    def flatten(self, value: Any, parts: Parts) -> None:
+        """Take a value apart. Raises ValueError, naming the field, when it differs from the first batch's."""
+
+    @abstractmethod
+    def restore(self, batch: JaggedBatch) -> Any:
+        """Put the value together from the columns of `batch`."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any] | None:
+        """Say in plain JSON values what this is, or None when only a class of the user's could tell."""
+
+
+def field(path: str) -> str:
+    """Name a position in an error."""
+    return f"field {path!r}" if path else "the batch"
+
+
+def below(path: str, key: object) -> str:
+    """Path of a child."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def check_type(path: str, value: Any, expected: type) -> None:
+    """Raise ValueError when the type is another than in the first batch."""
+    if type(value) is not expected:
+        raise ValueError(
+            f"{field(path)} is of type {type(value).__name__}, in the first batch it was {expected.__name__}"
+        )
+
+
+class NoneNode(Node):
+    """A field that is None in every batch."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        check_type(self._path, value, type(None))
+
+    def restore(self, batch: JaggedBatch) -> None:
+        return None
+
+    def describe(self) -> dict[str, Any] | None:
+        return {"kind": "none"}
+
+
+class _Container(Node):
+    """A field that holds fields."""
+
+    def __init__(self, path: str, kind: type, children: Sequence[tuple[Any, Node]]) -> None:
+        self._path = path
+        self._type = kind
+        self._children = children
+
+    def flatten(self, value: Any, parts: Parts) -> None:
+        check_type(self._path, value, self._type)
+        keys = [key for key, _ in self._children]
+        found = self._keys(value)
+        if len(found) != len(keys) or set(found) != set(keys):
+            raise ValueError(f"{field(self._path)} has the fields {found}, in the first batch it had {keys}")
+        for key, child in self._children:
+            child.flatten(self._get(value, key), parts)
+
+    def _keys(self, value: Any) -> list[Any]:
+        return list(value)
+
+    def _get(self, value: Any, key: Any) -> Any:
+        return value[key]
+
+    def _restored(self, batch: JaggedBatch) -> dict[Any, Any]:
+        return {key: child.restore(batch) for key, child in self._children}
+
+    def _describe(self, kind: str) -> dict[str, Any] | None:
+        children = [(key, child.describe()) for key, child in self._children]
+        if any(child is None or type(key) not in (str, int) for key, child in children):
+            return None
+        return {"kind": kind, "fields": [list(pair) for pair in children]}
+
+
+class DictNode(_Container):
+    """A dict or OrderedDict."""
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        return self._type(self._restored(batch))
+
+    def describe(self) -> dict[str, Any] | None:
+        return self._describe(DICTS[self._type])
+
+
+class OtherDictNode(_Container):
+    """A class of its own that is a dict; its other attributes are those of the first batch."""
+
+    def __init__(self, path: str, example: Any, children: Sequence[tuple[Any, Node]]) -> None:
+        super().__init__(path, type(example), children)
+        self._template = copy.copy(example)
+        self._template.clear()
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        value = copy.copy(self._template)
+        for key, child in self._restored(batch).items():
+            value[key] = child
+        return value
+
+    def describe(self) -> dict[str, Any] | None:
+        return None
+
+
+class SequenceNode(_Container):
+    """A list or tuple of fields."""
+
+    def _keys(self, value: Any) -> list[Any]:
+        return list(range(len(value)))
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        return self._type(self._restored(batch).values())
+
+    def describe(self) -> dict[str, Any] | None:
+        return self._describe(SEQUENCES[self._type])
+
+
+class NamedTupleNode(_Container):
+    """A NamedTuple."""
+
+    def _keys(self, value: Any) -> list[Any]:
+        return list(self._type._fields)  # type: ignore[attr-defined]  # it is a NamedTuple
+
+    def _get(self, value: Any, key: Any) -> Any:
+        return getattr(value, key)
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        return self._type._make(self._restored(batch).values())  # type: ignore[attr-defined]  # as above
+
+    def describe(self) -> dict[str, Any] | None:
+        return None
+
+
+class DataclassNode(_Container):
+    """A dataclass: made again through its `__init__`, so that what `__post_init__` derives is derived anew."""
+
+    def __init__(self, path: str, kind: type, children: Sequence[tuple[Any, Node]]) -> None:
+        super().__init__(path, kind, children)
+        self._late = {f.name for f in dataclasses.fields(kind) if not f.init}
+
+    def _keys(self, value: Any) -> list[Any]:
+        return [f.name for f in dataclasses.fields(value)]
+
+    def _get(self, value: Any, key: Any) -> Any:
+        return getattr(value, key)
+
+    def restore(self, batch: JaggedBatch) -> Any:
+        fields = self._restored(batch)
+        value = self._type(**{name: fields[name] for name in fields if name not in self._late})
+        for name in self._late:
+            object.__setattr__(value, name, fields[name])  # frozen classes too
+        return value
+
+    def describe(self) -> dict[str, Any] | None:
+        return None
+
+
+DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict"}
+SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
+
+
+def container_of(value: Any, path: str, build: Build) -> Node | None:
+    """The node of a container, its children made by `build`; None when the value is no container we know."""
+    kind = type(value)
+    if value is None:
+        return NoneNode(path)
+    if kind in DICTS:
+        return DictNode(path, kind, [(key, build(child, below(path, key))) for key, child in value.items()])
+    if isinstance(value, (dict, UserDict)):
+        children = [(key, build(child, below(path, key))) for key, child in value.items()]
+        return OtherDictNode(path, value, children)
+    if kind in SEQUENCES:
+        return SequenceNode(path, kind, [(i, build(child, below(path, i))) for i, child in enumerate(value)])
+    if isinstance(value, tuple) and hasattr(kind, "_make"):
+        names = kind._fields
+        return NamedTupleNode(path, kind, [(n, build(getattr(value, n), below(path, n))) for n in names])
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        children = [(f.name, build(getattr(value, f.name), below(path, f.name))) for f in fields]
+        return DataclassNode(path, kind, children)
+    return None
