@@ -1,4 +1,4 @@
-"""Takes the user's own batch type apart into columns and puts it together again (paper, section 4.1: any DataLoader)."""
+"""Takes the user's own batch type apart into columns and puts it together again (section 4.1: any DataLoader)."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class _Builder:
         if isinstance(value, JaggedBatch):
             return BatchLeaf(path, value.names)
         if isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged:
-            return NestedLeaf(path, value.offsets().dtype)
+            return NestedLeaf.of(value, path)
         if type(value) in (Tensor, np.ndarray):
             return self._array(value, path)
         raise TypeError(_refusal(value, path))

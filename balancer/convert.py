@@ -128,7 +128,7 @@ def nested_tensor(column: Column, offsets_dtype: torch.dtype = torch.int64) -> T
     return torch.nested.nested_tensor_from_jagged(column.values, column.offsets.to(offsets_dtype))
 
 
-def nested_column(nested: Tensor, what: str) -> Column:
+def nested_column(nested: Any, what: str) -> Column:
     """Take a torch nested tensor apart. Views of its memory, unless there are holes between its samples.
 
     Raises:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from .batch import JaggedBatch
 from .column import Column
@@ -45,6 +46,7 @@ class KeyedLeaf(Node):
         """Make the leaf of the first batch's field."""
         return cls(path, list(keyed.keys()), keyed.weights_or_none() is not None, keyed.lengths().dtype)
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         _check(value, "KeyedJaggedTensor", self._path)
         if set(value.keys()) != set(self._keys):
@@ -59,11 +61,13 @@ class KeyedLeaf(Node):
             parts.add(below(self._path, key) + WEIGHTS, weights[key])
         parts.batch_sizes[self._path or "batch"] = value.stride()
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         columns = {key: batch[below(self._path, key)] for key in self._keys}
         weights = {key: batch[below(self._path, key) + WEIGHTS] for key in self._keys if self._weighted}
         return keyed_tensor(columns, weights, batch.batch_size, self._lengths_dtype)
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {
             "kind": "keyed",
@@ -86,6 +90,7 @@ class JaggedTensorLeaf(Node):
         """Make the leaf of the first batch's field."""
         return cls(path, jagged.weights_or_none() is not None, jagged.lengths().dtype)
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         _check(value, "JaggedTensor", self._path)
         column, weights = jagged_columns(value)
@@ -97,10 +102,12 @@ class JaggedTensorLeaf(Node):
         if weights is not None:
             parts.add(name + WEIGHTS, weights)
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         name = self._path or BARE
         weights: Column | None = batch[name + WEIGHTS] if self._weighted else None
         return jagged_tensor(batch[name], weights, self._lengths_dtype)
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "jagged_tensor", "weighted": self._weighted, "lengths_dtype": str(self._lengths_dtype)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from .batch import JaggedBatch
 from .column import Column
@@ -35,8 +36,8 @@ class Form:
             return cls(path, None)
         if value.dtype.kind not in "biufcmM" or not value.dtype.isnative:
             raise TypeError(
-                f"{field(path)} is an array of {value.dtype}, which is not made of plain numbers: encode it as numbers, "
-                f"or leave it out of the batch"
+                f"{field(path)} is an array of {value.dtype}, which is not made of plain numbers: encode "
+                f"it as numbers, or leave it out of the batch"
             )
         return cls(path, value.dtype.str)
 
@@ -85,16 +86,19 @@ class DenseLeaf(Node):
         form = Form.of(value, path)
         return cls(path, form, _memory_order(value) if isinstance(value, Tensor) else None)
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         tensor = self._form.tensor(value)
         if self._order is not None and tensor.dim() == len(self._order):
             tensor = tensor.permute(self._order)
         parts.add(self._name, Column(tensor))
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         tensor = batch[self._name].values
         return self._form.value(tensor if self._back is None else tensor.permute(self._back))
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "dense", "numpy": self._form.numpy_type, "order": self._order}
 
@@ -115,12 +119,15 @@ class ValuesLeaf(Node):
         self._form = form
         self._lengths = lengths
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         parts.add_values(self._path, self._form.tensor(value), self._lengths)
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         return self._form.value(batch[self._path].values)
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "values", "numpy": self._form.numpy_type, "lengths": list(self._lengths)}
 
@@ -135,12 +142,15 @@ class LengthsLeaf(Node):
         self._owner = owner
         self._level = level
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         parts.lengths[self._path] = self._form.tensor(value)
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         return self._form.value(batch[self._owner].levels[self._level].to(self._dtype))
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {
             "kind": "lengths",
@@ -158,6 +168,12 @@ class NestedLeaf(Node):
         self._path = path
         self._offsets_dtype = offsets_dtype
 
+    @classmethod
+    def of(cls, nested: Any, path: str) -> NestedLeaf:
+        """Make the leaf of the first batch's field."""
+        return cls(path, nested.offsets().dtype)
+
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         if not isinstance(value, Tensor):
             raise ValueError(f"{field(self._path)} is of type {type(value).__name__}, it was a nested tensor")
@@ -165,9 +181,11 @@ class NestedLeaf(Node):
             raise ValueError(f"{field(self._path)} requires grad, which ends where samples move; detach() it")
         parts.add(self._path or BARE, nested_column(value, field(self._path)))
 
+    @override
     def restore(self, batch: JaggedBatch) -> Tensor:
         return nested_tensor(batch[self._path or BARE], self._offsets_dtype)
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "nested", "offsets_dtype": str(self._offsets_dtype)}
 
@@ -179,6 +197,7 @@ class BatchLeaf(Node):
         self._path = path
         self._names = tuple(names)
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         check_type(self._path, value, JaggedBatch)
         if set(value.names) != set(self._names):
@@ -188,9 +207,11 @@ class BatchLeaf(Node):
             parts.add(below(self._path, name), value[name])
         parts.batch_sizes[self._path or "batch"] = value.batch_size
 
+    @override
     def restore(self, batch: JaggedBatch) -> JaggedBatch:
         columns = {name: batch[below(self._path, name)] for name in self._names}
         return JaggedBatch(columns, batch.batch_size)
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "jagged_batch", "names": list(self._names)}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from .batch import JaggedBatch
 from .column import Column
@@ -116,12 +117,15 @@ class NoneNode(Node):
     def __init__(self, path: str) -> None:
         self._path = path
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         check_type(self._path, value, type(None))
 
+    @override
     def restore(self, batch: JaggedBatch) -> None:
         return None
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return {"kind": "none"}
 
@@ -134,6 +138,7 @@ class _Container(Node):
         self._type = kind
         self._children = children
 
+    @override
     def flatten(self, value: Any, parts: Parts) -> None:
         check_type(self._path, value, self._type)
         keys = [key for key, _ in self._children]
@@ -162,9 +167,11 @@ class _Container(Node):
 class DictNode(_Container):
     """A dict or OrderedDict."""
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         return self._type(self._restored(batch))
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return self._describe(DICTS[self._type])
 
@@ -177,12 +184,14 @@ class OtherDictNode(_Container):
         self._template = copy.copy(example)
         self._template.clear()
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         value = copy.copy(self._template)
         for key, child in self._restored(batch).items():
             value[key] = child
         return value
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return None
 
@@ -190,12 +199,15 @@ class OtherDictNode(_Container):
 class SequenceNode(_Container):
     """A list or tuple of fields."""
 
+    @override
     def _keys(self, value: Any) -> list[Any]:
         return list(range(len(value)))
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         return self._type(self._restored(batch).values())
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return self._describe(SEQUENCES[self._type])
 
@@ -203,15 +215,19 @@ class SequenceNode(_Container):
 class NamedTupleNode(_Container):
     """A NamedTuple."""
 
+    @override
     def _keys(self, value: Any) -> list[Any]:
         return list(self._type._fields)  # type: ignore[attr-defined]  # it is a NamedTuple
 
+    @override
     def _get(self, value: Any, key: Any) -> Any:
         return getattr(value, key)
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         return self._type._make(self._restored(batch).values())  # type: ignore[attr-defined]  # as above
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return None
 
@@ -223,12 +239,15 @@ class DataclassNode(_Container):
         super().__init__(path, kind, children)
         self._late = {f.name for f in dataclasses.fields(kind) if not f.init}
 
+    @override
     def _keys(self, value: Any) -> list[Any]:
         return [f.name for f in dataclasses.fields(value)]
 
+    @override
     def _get(self, value: Any, key: Any) -> Any:
         return getattr(value, key)
 
+    @override
     def restore(self, batch: JaggedBatch) -> Any:
         fields = self._restored(batch)
         value = self._type(**{name: fields[name] for name in fields if name not in self._late})
@@ -236,6 +255,7 @@ class DataclassNode(_Container):
             object.__setattr__(value, name, fields[name])  # frozen classes too
         return value
 
+    @override
     def describe(self) -> dict[str, Any] | None:
         return None
 
