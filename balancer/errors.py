@@ -1,4 +1,4 @@
-"""Everything that the balancer raises on its own account, drawn as a tree; the transport's errors are in freescale.transport.
+"""Everything that the balancer raises on its own account, drawn as a tree.
 
 BalancerError
 ├── PeerFailed        a rank's loader, adapter, partitioner or trainer raised

@@ -1,4 +1,4 @@
-"""The one fixed-size message that a rank sends in stage I: header, error text, lengths (paper, Algorithm 1, lines 6-10)."""
+"""The one fixed-size message of stage I: header, error text, lengths (paper, Algorithm 1, lines 6-10)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LocalStep:
         seconds: Compute seconds of that step.
         text: Why the rank fails. Cut to 512 bytes.
         items: Values in each column. Shape [num_columns], int64.
-        samples: UIH length, number of candidates, payload bytes, gathered columns. Shape [batch_size, 3 + num_gathered].
+        samples: UIH length, candidates, payload bytes, gathered columns. Shape [batch_size, 3 + num_gathered].
     """
 
     step: int
@@ -196,7 +196,5 @@ class WorldStep:
         if len(samples) and samples[:, :_BASE_WORDS].min() < 0:
             row = int(np.flatnonzero((samples[:, :_BASE_WORDS] < 0).any(1))[0])
             rank = int(np.searchsorted(np.cumsum(self.batch_size), row, side="right"))
-            raise ProtocolError(
-                f"stage I: rank {rank} sent a negative length: {samples[row, :_BASE_WORDS].tolist()}"
-            )
+            raise ProtocolError(f"stage I: rank {rank} sent a negative length: {samples[row, :_BASE_WORDS].tolist()}")
         return samples

@@ -1,4 +1,4 @@
-"""`balance(dataloader, transport, …)`: a loader that yields balanced batches of the user's own type (paper, section 3.1)."""
+"""`balance(dataloader, …)`: a loader that yields balanced batches of the user's own type (paper, section 3.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -32,23 +32,10 @@ T = TypeVar("T")
 Lengths = str | Sequence[str] | Callable[[Any], Tensor]
 
 
-def balance(
-    dataloader: Any,
-    transport: Transport,
-    lengths: Lengths,
-    partitioner: Partitioner = greedy_batch_size,
-    *,
-    candidates: str | None = None,
-    gather: Sequence[str] = (),
-    jagged: Mapping[str, str] | None = None,
-    example: Any = None,
-    prefetch: int = 2,
-    drop_small: bool = False,
-    pin_memory: bool = False,
-) -> BalancedLoader[Any]:
-    """Balance every global batch over the ranks before it is trained on.
+class BalancedLoader(Generic[T]):
+    """A loader whose global batches are balanced over the ranks before they are trained on. Alias: `balance`.
 
-    Collective: every rank calls it, with the same options, and iterates the result. Each iteration is one epoch; it
+    Collective: every rank makes one, with the same options, and iterates the result. Each iteration is one epoch; it
     lasts until the last rank has run out of data, and every sample is delivered once, on some rank. Ranks that run out
     early receive their share of what the others still have.
 
@@ -72,33 +59,14 @@ def balance(
         drop_small: Drop global batches with fewer samples than ranks, instead of giving some ranks empty batches.
         pin_memory: Put balanced batches into pinned memory.
 
-    Returns:
-        A loader of the same batches, balanced. Its other attributes are those of `dataloader`.
+    Attributes:
+        last_report: About the batch handed out last; None before the first.
+
+    The other attributes are those of `dataloader`.
 
     Raises:
         ValueError, TypeError: An argument breaks a rule above.
         RuntimeError: Called inside a DataLoader worker.
-    """
-    return BalancedLoader(
-        dataloader,
-        transport,
-        lengths,
-        partitioner,
-        candidates=candidates,
-        gather=gather,
-        jagged=jagged,
-        example=example,
-        prefetch=prefetch,
-        drop_small=drop_small,
-        pin_memory=pin_memory,
-    )
-
-
-class BalancedLoader(Generic[T]):
-    """What `balance` returns; see there.
-
-    Attributes:
-        last_report: About the batch handed out last; None before the first.
     """
 
     def __init__(
@@ -141,19 +109,19 @@ class BalancedLoader(Generic[T]):
         self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
         self._epoch = 0
         self._loaded: dict[str, Any] | None = None
-        self._snapshot: Callable[[], dict[str, Any]] | None = None
+        self._state: dict[str, Any] | None = None
         self._worker: Worker | None = None
         self._seconds: tuple[int, float] = (-1, math.nan)
         self._warned = False
 
-    # ---- iterating -----------------------------------------------------------------------------------------------------
+    # ---- iterating
 
     def __iter__(self) -> Iterator[T]:
-        return (batch for batch, _ in self._start())
+        return (batch for batch, _ in self.start())
 
     def with_reports(self) -> Iterator[tuple[T, Report]]:
         """Iterate over (batch, report) pairs; the report has what the loss must be scaled by."""
-        return self._start()
+        return self.start()
 
     def __len__(self) -> int:
         """Batches of the wrapped loader on this rank. An epoch has as many steps as the rank with the most."""
@@ -164,12 +132,12 @@ class BalancedLoader(Generic[T]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataloader, name)
 
-    def _start(self) -> BalancedIterator[T]:
+    def start(self) -> BalancedIterator[T]:
+        """Begin an epoch: an iterator over (batch, report) pairs. An epoch that is still running is left."""
         _refuse_in_worker()
         self.close()
-        state, self._loaded = self._loaded, None
-        if state is None:
-            state = {"step": 0, "epoch": self._epoch, "source": None, "exhausted": False}
+        state = self._loaded or self._fresh_state()
+        self._loaded = None
         protocol = Protocol(
             self._transport,
             self._selection,
@@ -178,17 +146,17 @@ class BalancedLoader(Generic[T]):
             drop_small=self._drop_small,
             measured=lambda: self._seconds,
         )
-        protocol.dropped_samples = state.get("dropped_samples", 0)
+        protocol.dropped_samples = state["dropped_samples"]
         batches, error = self._start_source(state)
-        if error is None:
-            self._snapshot = self._capture(protocol, state["epoch"], state["exhausted"])
+        self._state = state
         self._worker = Worker(
             protocol,
             batches,
             self._flatten,
             lambda columns: self._restore(protocol, columns),
-            lambda exhausted: self._capture(protocol, state["epoch"], exhausted),
+            self._source.state,
             prefetch=self._prefetch,
+            epoch=state["epoch"],
             exhausted=state["exhausted"],
             error=error,
         )
@@ -199,7 +167,10 @@ class BalancedLoader(Generic[T]):
         try:
             if state["exhausted"]:
                 return iter(()), None
-            return self._source.start(state["source"]), None
+            batches = self._source.start(state["source"])
+            if state["source"] is None:  # what shuffles draws its order here, so a state has to hold it from now on
+                state["source"] = copy.deepcopy(self._source.state())
+            return batches, None
         except Exception as error:
             return iter(()), error
 
@@ -219,7 +190,7 @@ class BalancedLoader(Generic[T]):
                 "the wrapped loader, or a peer, is stuck"
             )
 
-    # ---- batches ---------------------------------------------------------------------------------------------------------
+    # ---- batches
 
     def _flatten(self, batch: T) -> LocalBatch:
         if self._adapter is None:
@@ -241,7 +212,7 @@ class BalancedLoader(Generic[T]):
             self._adapter = adapter_from(protocol.type_description)
         return self._adapter.restore(columns.pin_memory() if self._pin_memory else columns)
 
-    # ---- measured seconds --------------------------------------------------------------------------------------------------
+    # ---- measured seconds
 
     @contextlib.contextmanager
     def measure(self, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
@@ -263,15 +234,23 @@ class BalancedLoader(Generic[T]):
         if self.last_report is not None:
             self._seconds = (self.last_report.step, seconds)
 
-    # ---- state -------------------------------------------------------------------------------------------------------------
+    # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         """What to load to go on with the first batch that was not handed out yet. Every rank saves its own."""
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        if self._snapshot is None:
-            return {"step": 0, "epoch": self._epoch, "source": None, "exhausted": False}
-        return self._snapshot()
+        return copy.deepcopy(self._loaded or self._state or self._fresh_state())
+
+    def _fresh_state(self) -> dict[str, Any]:
+        """The state of an epoch that has not begun."""
+        partitioner = self._partitioner
+        return {
+            "step": 0,
+            "epoch": self._epoch,
+            "source": None,
+            "exhausted": False,
+            "dropped_samples": 0,
+            "partitioner": copy.deepcopy(partitioner.state_dict()) if hasattr(partitioner, "state_dict") else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state at the next iteration. All ranks must load states of the same step.
@@ -279,48 +258,36 @@ class BalancedLoader(Generic[T]):
         Raises:
             ValueError: It is not a state of a balanced loader.
         """
-        missing = {"step", "epoch", "source", "exhausted"} - set(state)
+        missing = set(self._fresh_state()) - set(state)
         if missing:
             raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
         self.close()
         self._loaded = copy.deepcopy(dict(state))
         self._epoch = self._loaded["epoch"]
-        if "partitioner" in self._loaded and hasattr(self._partitioner, "load_state_dict"):
+        if self._loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
             self._partitioner.load_state_dict(copy.deepcopy(self._loaded["partitioner"]))
-
-    def _capture(self, protocol: Protocol, epoch: int, exhausted: bool) -> Callable[[], dict[str, Any]]:
-        """Remember where source and partitioner are before the running step's plan.
-
-        Called after the pull for a step; the state is for going on after that step, so the plan's effect on the
-        partitioner has to be in it: that part is filled in when the step is done.
-        """
-        state: dict[str, Any] = {
-            "step": protocol.step,
-            "epoch": epoch,
-            "source": None if exhausted else copy.deepcopy(self._source.state()),
-            "exhausted": exhausted,
-        }
-        return lambda: state
 
     def _finished(self) -> None:
         """The epoch ended by itself."""
         self._worker = None
         self._epoch += 1
-        self._snapshot = None
+        self._state = None
 
-    def _hand_out(self, report: Report, snapshot: Callable[[], dict[str, Any]]) -> None:
+    def _hand_out(self, report: Report, state: dict[str, Any]) -> None:
         previous = self.last_report
-        if previous is not None and not self._warned and not previous.scale_was_read:
-            if len(set(previous.batch_sizes)) > 1:
-                self._warned = True
-                warnings.warn(
-                    f"ranks had {min(previous.batch_sizes)} to {max(previous.batch_sizes)} samples in step "
-                    f"{previous.step} and report.loss_scale() was not read: gradients averaged over ranks then are not "
-                    "those of the global mean",
-                    stacklevel=4,
-                )
+        unread = previous is not None and not previous.scale_was_read and len(set(previous.batch_sizes)) > 1
+        if previous is not None and unread and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ranks had {min(previous.batch_sizes)} to {max(previous.batch_sizes)} samples in step {previous.step} "
+                "and report.loss_scale() was not read: gradients averaged over ranks are then not those of the mean",
+                stacklevel=4,
+            )
         self.last_report = report
-        self._snapshot = snapshot
+        self._state = state
+
+
+balance = BalancedLoader
 
 
 class BalancedIterator(Generic[T]):
@@ -348,7 +315,7 @@ class BalancedIterator(Generic[T]):
             self._loader._finished()
             raise StopIteration
         entry.report.exposed_seconds = time.perf_counter() - started
-        self._loader._hand_out(entry.report, entry.snapshot)
+        self._loader._hand_out(entry.report, entry.state)
         return entry.batch, entry.report
 
 
@@ -360,8 +327,10 @@ def _refuse_in_worker() -> None:
         )
 
 
-def _checked_lengths(lengths: Tensor, batch_size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _checked_lengths(lengths: Tensor, batch_size: int) -> NDArray[np.int64]:
     if not isinstance(lengths, Tensor) or lengths.shape != (batch_size,) or lengths.dtype.is_floating_point:
-        got = f"{lengths.dtype} of shape {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        got = type(lengths).__name__
+        if isinstance(lengths, Tensor):
+            got = f"{lengths.dtype} of shape {list(lengths.shape)}"
         raise ValueError(f"lengths= must give integers of shape [{batch_size}], got {got}")
-    return lengths.to(torch.int64).numpy()
+    return lengths.long().numpy()

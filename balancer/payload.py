@@ -1,8 +1,8 @@
 """Packs samples into one message a destination and unpacks what arrives (paper, Algorithm 1, lines 15-17).
 
-A message holds the samples of one (source, destination) pair, column by column. A column is a row of sections: its length
-levels as int64, then its values. Sections start at multiples of 8 bytes; sizes follow from what stages I and II told, so
-nothing describes them on the wire. Samples that stay home are not in any message.
+A message holds the samples of one (source, destination) pair, column by column. A column is a row of sections: its
+length levels as int64, then its values. Sections start at multiples of 8 bytes; sizes follow from what stages I and II
+told, so nothing describes them on the wire. Samples that stay home are not in any message.
 
     message   | column 0: lengths, values, padding | column 1: counts, lengths, values, padding | … | slack |
 """
@@ -77,12 +77,11 @@ def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) ->
     return np.where(num_samples > 0, (payload_bytes + padding + 7) // 8 * 8, 0)
 
 
-def pack(sections: Sections, schema: Schema, owners: Int64s, rank: int, sizes: Int64s) -> torch.Tensor:
+def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.Tensor:
     """Write the messages to all ranks, one after the other.
 
     Args:
         sections: The local batch.
-        schema: Its columns.
         owners: New owner of each local sample. Shape [batch_size].
         rank: This rank, to which nothing is sent.
         sizes: Bytes of the message to each rank, from `message_bytes`. Shape [world_size].
@@ -144,9 +143,7 @@ class Arrivals:
         too_many = counts > np.maximum(self._end - self._cursor, 0) // max(entry_bytes, 1)
         if entry_bytes and too_many.any():
             source = int(np.flatnonzero(too_many)[0])
-            raise ProtocolError(
-                f"stage III: column {name!r} of rank {source} is longer than the message that holds it"
-            )
+            raise ProtocolError(f"stage III: column {name!r} of rank {source} is longer than the message that holds it")
         start, sizes = self._cursor.copy(), counts * entry_bytes
         self._cursor += (sizes + 7) // 8 * 8
         before, after = slice(None, self._rank), slice(self._rank + 1, None)

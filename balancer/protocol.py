@@ -114,7 +114,7 @@ class Protocol:
         self.type_description: str | None = None
         self.dropped_samples = 0
         self._selection = selection
-        self._partitioner = partitioner
+        self.partitioner = partitioner
         self._drop_small = drop_small
         self._measured = measured
         self._history = History(transport.world_size)
@@ -164,12 +164,10 @@ class Protocol:
         except TransportError as error:
             raise type(error)(f"{stage}, step {self.step}: {error}") from error
 
-    # ---- hello and stage I -------------------------------------------------------------------------------------------
+    # ---- hello and stage I
 
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
-        said = LocalStep(
-            self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text
-        )
+        said = LocalStep(self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text)
         said.seconds_step, said.seconds = self._measured()
         if local.columns is not None:
             schema = Schema.of(local.columns, local.type_description)
@@ -210,11 +208,7 @@ class Protocol:
         ours = b""
         if local.columns is not None and speakers[self.transport.rank]:
             ours = Schema.of(local.columns, local.type_description).to_bytes()
-        block = (
-            torch.frombuffer(bytearray(ours), dtype=torch.uint8)
-            if ours
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        block = torch.frombuffer(bytearray(ours), dtype=torch.uint8) if ours else torch.empty(0, dtype=torch.uint8)
         work = self.transport.all_gather(block, sizes.tolist())
         yield "hello"
         gathered = self._wait(work, "hello").numpy().tobytes()
@@ -239,9 +233,7 @@ class Protocol:
                 "all ranks have to load states of the same step"
             )
         if (pair := world.first_difference("options_digest")) is not None:
-            raise SchemaMismatch(
-                f"ranks {pair[0]} and {pair[1]} were given different lengths=, candidates= or gather="
-            )
+            raise SchemaMismatch(f"ranks {pair[0]} and {pair[1]} were given different lengths=, candidates= or gather=")
 
     def _gather_lengths(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
         """Stage I. Repeated with more room when a rank has a larger batch than before."""
@@ -253,9 +245,7 @@ class Protocol:
                 said.items = np.array([len(local.columns[c].values) for c in local.columns.names], np.int64)
                 if said.schema_digest == self.schema.digest:
                     payload = Sections(local.columns, self.schema).payload_bytes()
-                    said.samples = self._selection.sample_words(
-                        local.columns, self.schema, payload, local.uih_lengths
-                    )
+                    said.samples = self._selection.sample_words(local.columns, self.schema, payload, local.uih_lengths)
                 else:
                     said.items = np.zeros(num_columns, np.int64)
                     said.samples = np.zeros((said.batch_size, 3 + num_gathered), np.int64)
@@ -275,9 +265,7 @@ class Protocol:
         wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self.schema.digest)
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
-            raise SchemaMismatch(
-                f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}"
-            )
+            raise SchemaMismatch(f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}")
 
     def _end(self, world: WorldStep) -> Outcome | None:
         """The end of the data, if this is it; raises if a rank failed."""
@@ -287,7 +275,7 @@ class Protocol:
             return Outcome(left=rank)
         return None if (world.state == State.HAS_BATCH).any() else Outcome()
 
-    # ---- stage II ----------------------------------------------------------------------------------------------------
+    # ---- stage II
 
     def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[str, None, Tensor]:
         """Stage II: content lengths of all candidates. Nothing to do when no column is nested."""
@@ -303,11 +291,7 @@ class Protocol:
             sizes = (yield from self._gather_sizes(len(ours))).tolist()
         else:
             ranks = np.repeat(np.arange(world.world_size), world.batch_size)
-            sizes = (
-                np.bincount(ranks, weights=samples[:, 1], minlength=world.world_size)
-                .astype(np.int64)
-                .tolist()
-            )
+            sizes = np.bincount(ranks, weights=samples[:, 1], minlength=world.world_size).astype(np.int64).tolist()
         work = self.transport.all_gather(ours, sizes)
         yield "gather_candidates"
         return self._wait(work, "stage II (gather candidate lengths)")
@@ -317,11 +301,9 @@ class Protocol:
         yield "gather_candidates"
         return self._wait(work, "stage II (gather candidate lengths)").numpy()
 
-    # ---- plan and stage III ------------------------------------------------------------------------------------------
+    # ---- plan and stage III
 
-    def _plan_and_shuffle(
-        self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock
-    ) -> Stages:
+    def _plan_and_shuffle(self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock) -> Stages:
         assert self.schema is not None
         samples = world.samples()
         origin = np.repeat(np.arange(world.world_size), world.batch_size)
@@ -361,7 +343,7 @@ class Protocol:
 
     def _agree(self, shuffle: Shuffle) -> Generator[str, None, None]:
         """Plan, pack, and exchange digests, so that every rank knows that all have the same plan before data moves."""
-        work = self.transport.all_gather(shuffle.prepare(self._partitioner))
+        work = self.transport.all_gather(shuffle.prepare(self.partitioner))
         yield "plan"
         notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
         if (failed := np.flatnonzero(notes[:, 0])).size:
@@ -393,9 +375,7 @@ class Protocol:
             batch_size=int(batch_sizes[rank]),
             global_batch_size=samples.num_samples,
             batch_sizes=tuple(batch_sizes.tolist()),
-            global_items=dict(
-                zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True)
-            ),
+            global_items=dict(zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True)),
             tokens_before=tuple(before.astype(np.int64).tolist()),
             tokens_after=tuple(after.astype(np.int64).tolist()),
             imbalance_before=imbalance(torch.from_numpy(before)),

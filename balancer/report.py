@@ -1,4 +1,4 @@
-"""What the balancer tells about each global batch, and the scale that makes losses right (paper, sections 2.2 and 4.1)."""
+"""What the balancer tells about each global batch, and the scale that makes losses right (paper, sections 2.2, 4.1)."""
 
 from __future__ import annotations
 

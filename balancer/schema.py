@@ -28,9 +28,7 @@ class ColumnSchema:
         """The element type as torch knows it."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ProtocolError(
-                f"column {self.name!r} has element type {self.dtype!r}, which this torch does not know"
-            )
+            raise ProtocolError(f"column {self.name!r} has element type {self.dtype!r}, which this torch does not know")
         return dtype
 
     @property
@@ -79,8 +77,7 @@ class Schema:
         """A batch of no samples with these columns."""
         none = torch.zeros(0, dtype=torch.int64)
         columns = {
-            c.name: Column(torch.empty(0, *c.shape, dtype=c.torch_dtype), (none,) * c.num_levels)
-            for c in self.columns
+            c.name: Column(torch.empty(0, *c.shape, dtype=c.torch_dtype), (none,) * c.num_levels) for c in self.columns
         }
         return JaggedBatch(columns, 0)
 
@@ -93,9 +90,7 @@ class Schema:
         columns = [[c.name, c.dtype, list(c.shape), c.num_levels] for c in self.columns]
         encoded = json.dumps({"columns": columns, "type": self.type_description}).encode()
         if len(encoded) > MAX_SCHEMA_BYTES:
-            raise ValueError(
-                f"the description of the columns must fit {MAX_SCHEMA_BYTES} bytes, got {len(encoded)}"
-            )
+            raise ValueError(f"the description of the columns must fit {MAX_SCHEMA_BYTES} bytes, got {len(encoded)}")
         return encoded
 
     @classmethod
@@ -113,9 +108,7 @@ class Schema:
             )
             description = fields["type"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProtocolError(
-                f"a peer sent a description of its columns that cannot be read: {error}"
-            ) from error
+            raise ProtocolError(f"a peer sent a description of its columns that cannot be read: {error}") from error
         for column in columns:
             if column.num_levels not in (0, 1, 2) or any(n < 0 for n in column.shape):
                 raise ProtocolError(f"a peer described an impossible column: {column}")

@@ -68,9 +68,7 @@ class Selection:
         name = self.candidate_column(schema)
         return name if name in nested else next(iter(nested), None)
 
-    def sample_words(
-        self, batch: JaggedBatch, schema: Schema, payload: Int64s, uih_lengths: Int64s | None
-    ) -> Int64s:
+    def sample_words(self, batch: JaggedBatch, schema: Schema, payload: Int64s, uih_lengths: Int64s | None) -> Int64s:
         """UIH length, candidates, payload and gathered columns of a batch. Shape [batch_size, 3 + len(gather)]."""
         uih = np.zeros(batch.batch_size, np.int64) if uih_lengths is None else uih_lengths
         if uih_lengths is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
 
 import numpy as np
 import torch
@@ -88,7 +87,7 @@ class Shuffle:
         if len(self.buffer) < needed:
             self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8)
         self._sections = Sections(self._batch, self._schema)
-        self._packed = pack(self._sections, self._schema, self.owners[here], rank, self._sent)
+        self._packed = pack(self._sections, self.owners[here], rank, self._sent)
 
     def _message_sizes(self, peers: Int64s, moving: NDArray[np.bool_], size: int) -> Int64s:
         """Bytes of the message to or from each rank."""
@@ -99,9 +98,7 @@ class Shuffle:
     def post(self) -> Pending:
         """Put the messages on their way."""
         received = self.buffer[: int(self._received.sum())]
-        return self._transport.all_to_all(
-            self._packed, self._sent.tolist(), self._received.tolist(), out=received
-        )
+        return self._transport.all_to_all(self._packed, self._sent.tolist(), self._received.tolist(), out=received)
 
     def finish(self, received: Tensor) -> JaggedBatch:
         """Put what arrived and what stayed home together."""

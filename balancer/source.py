@@ -60,7 +60,7 @@ class ReplayedSource:
         sampler = getattr(self._loader, "sampler", None)
         if state["taken"] and isinstance(sampler, _SHUFFLING):
             raise ValueError(
-                f"a DataLoader with {type(sampler).__name__} has no state and shuffles, so it cannot go on where it was; "
+                f"a DataLoader with {type(sampler).__name__} shuffles and has no state, so it cannot go on; "
                 "use torchdata.stateful_dataloader.StatefulDataLoader"
             )
         return itertools.islice(self._count(iter(self._loader)), state["taken"], None)

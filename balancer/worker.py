@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ class Item:
 
     batch: Any
     report: Report
-    snapshot: Callable[[], dict[str, Any]]
+    state: dict[str, Any]
 
 
 @dataclass
@@ -46,8 +47,9 @@ class Worker:
         batches: The local batches. None when the source could not be started.
         flatten: Turns a user's batch into what the protocol takes. May raise.
         restore: Turns balanced columns into a user's batch. May raise.
-        snapshot: Captures source and partitioner after a pull. May raise.
+        source_state: Where the source stands, for the state that goes with each batch. May raise.
         prefetch: Batches to have ready ahead of the consumer.
+        epoch: Number of the epoch.
         exhausted: Start as a rank whose data has ended.
         error: Why the source could not be started; told to all ranks.
     """
@@ -58,9 +60,10 @@ class Worker:
         batches: Iterator[Any],
         flatten: Callable[[Any], LocalBatch],
         restore: Callable[[JaggedBatch], Any],
-        snapshot: Callable[[bool], Callable[[], dict[str, Any]]],
+        source_state: Callable[[], Any],
         *,
         prefetch: int,
+        epoch: int = 0,
         exhausted: bool = False,
         error: BaseException | None = None,
     ) -> None:
@@ -69,7 +72,8 @@ class Worker:
         self._batches = batches
         self._flatten = flatten
         self._restore = restore
-        self._snapshot = snapshot
+        self._source_state = source_state
+        self._epoch = epoch
         self._room = threading.Semaphore(prefetch)
         self._exhausted = exhausted
         self._error = error
@@ -79,7 +83,7 @@ class Worker:
         _watch_interpreter()
         self._thread.start()
 
-    # ---- called by the consumer's thread -----------------------------------------------------------------------------
+    # ---- called by the consumer's thread
 
     def take(self) -> Item | End:
         """Wait for the next entry, and make room for another."""
@@ -103,7 +107,7 @@ class Worker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -126,12 +130,8 @@ class Worker:
         """One global batch; false when no more follow."""
         self._room.acquire()
         started = time.perf_counter()
-        local = self._pull()
+        local, source_state = self._pull()
         local.load_seconds = time.perf_counter() - started
-        try:
-            snapshot = self._snapshot(self._exhausted)
-        except Exception as error:
-            local = self._failed(error)
         outcome = self._protocol.run(local)
         if outcome.dropped:
             self._room.release()
@@ -140,38 +140,56 @@ class Worker:
             if outcome.left is not None and not self._closing:
                 raise PeerClosed(outcome.left, self._protocol.step)
             return False
-        try:
-            batch = self._restore(outcome.columns)
-        except Exception as error:
-            self._protocol.run(self._failed(error))
-        self.queue.put(Item(batch, outcome.report, snapshot))
+        batch = self._restored(outcome.columns)
+        self.queue.put(Item(batch, outcome.report, self._state(source_state)))
         return True
 
-    def _pull(self) -> LocalBatch:
-        """Take the next local batch; what this rank has to say instead, when there is none."""
+    def _restored(self, columns: JaggedBatch) -> Any:
+        try:
+            return self._restore(columns)
+        except Exception as error:
+            self._protocol.run(self._failed(error))  # raises, here and on the peers
+            raise
+
+    def _state(self, source_state: Any) -> dict[str, Any]:
+        """What to load to go on after the step that just ended."""
+        return loop_state(self._protocol, self._epoch, self._exhausted, source_state)
+
+    def _pull(self) -> tuple[LocalBatch, Any]:
+        """Take the next local batch, or what this rank says instead, and where the source stands then."""
         if self._error is not None:
-            return self._failed(self._error)
-        if not (self._closing or self._exhausted):
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._exhausted = True
-            except Exception as error:
-                return self._failed(error)
-            else:
-                try:
+            return self._failed(self._error), None
+        try:
+            if not (self._closing or self._exhausted):
+                batch = next(self._batches, _NO_MORE)
+                self._exhausted = batch is _NO_MORE
+                if not self._exhausted:
                     local = self._flatten(batch)
-                except Exception as error:
-                    return self._failed(error)
-                if not self._closing:
-                    return local
-        return LocalBatch(State.CLOSING if self._closing else State.EXHAUSTED)
+                    if not self._closing:
+                        return local, copy.deepcopy(self._source_state())
+        except Exception as error:
+            return self._failed(error), None
+        return LocalBatch(State.CLOSING if self._closing else State.EXHAUSTED), None
 
     def _failed(self, error: BaseException) -> LocalBatch:
         self._error = error
         return LocalBatch(State.FAILED, text=f"{type(error).__name__}: {error}")
 
 
+def loop_state(protocol: Protocol, epoch: int, exhausted: bool, source_state: Any) -> dict[str, Any]:
+    """What to load to go on with the protocol's next step."""
+    partitioner = protocol.partitioner
+    return {
+        "step": protocol.step,
+        "epoch": epoch,
+        "source": source_state,
+        "exhausted": exhausted,
+        "dropped_samples": protocol.dropped_samples,
+        "partitioner": copy.deepcopy(partitioner.state_dict()) if hasattr(partitioner, "state_dict") else None,
+    }
+
+
+_NO_MORE = object()
 _live: weakref.WeakSet[Worker] = weakref.WeakSet()
 _watching = False
 
