@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from .cost import Floats, Ints
+from .workload import Floats, Ints
 
 
 def exact_cut(weights: Floats, speeds: Floats) -> Ints:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cost import Floats, Ints, Workload, uih_length, workload
 from .plan import Cost, PassesOn, WorldSamples
 from .spread import spread_by_speed
 from .swaps import even_out
+from .workload import Floats, Ints, Workload, uih_length, workload
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class FixedBatchSize(PassesOn):
     @property
     def held(self) -> object:
         """The cost."""
+        return self.cost
+
+    @property
+    def weight(self) -> Cost:
+        """What is evened out: the cost."""
         return self.cost
 
     @overload

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cost import Floats
 from .plan import WorldSamples
+from .workload import Floats
 
 _SMOOTHING = 0.3
 _LARGEST_CHANGE = 1.1
@@ -58,7 +58,7 @@ class RankSpeeds:
         self._grow(world)
         speed: Floats = self._speed[world.first_rank : world.first_rank + world.world_size].numpy()
         # Rounded to float32: the last bits of a power may differ between kinds of CPU, and a plan must not.
-        return (speed / speed.mean()).astype(np.float32).astype(np.float64)
+        return np.asarray((speed / speed.mean()).astype(np.float32), dtype=np.float64)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors to resume from."""

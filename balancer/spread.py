@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cost import Floats, Ints, Workload
+from .workload import Floats, Ints, Workload
 
 _WARPS = np.exp2(np.linspace(-5, 5, 161))
 _QUANTILES = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cost import Floats, Ints, Workload
+from .workload import Floats, Ints, Workload
 
 
 def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
@@ -28,7 +28,7 @@ def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
     loads: Floats = np.bincount(owner, weights=load.costs, minlength=len(load.speeds)).astype(np.float64)
     # Nothing is gained by going below the largest sample, which stays where it is.
     ideal = max(load.ideal_time, float(((load.costs + load.overhead) / load.speeds[owner]).max()))
-    limit = ideal / (1 - tolerance)
+    limit = max(ideal, load.ideal_time / (1 - tolerance))
     for _ in range(64 + 8 * samples.shape[1]):
         times = (loads + load.overhead) / load.speeds
         heavy, light = _pairs(times, ideal, limit)

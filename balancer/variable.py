@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cost import RankCost, uih_length, workload
 from .cut import exact_cut, prefix_cut
 from .metrics import rank_loads
 from .plan import Cost, PassesOn, WorldSamples
 from .speeds import RankSpeeds
+from .workload import RankCost, uih_length, workload
 
 
 class VariableBatchSize(PassesOn):

@@ -1,0 +1,82 @@
+"""What a sample costs and how fast a rank is (paper, section 4.1: UIH length stands for compute time)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .plan import Cost, WorldSamples
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def uih_length(world: WorldSamples) -> Tensor:
+    """The default cost: the UIH length itself. Shape [num_samples], float64."""
+    return world.uih_lengths.double()
+
+
+@runtime_checkable
+class RankCost(Protocol):
+    """A cost that knows ranks too: rank r needs `(overhead + costs of its samples) / speeds[r]`."""
+
+    def __call__(self, world: WorldSamples) -> Tensor:
+        """Cost of each sample. Shape [num_samples], float64, not negative."""
+
+    def speeds(self, world: WorldSamples) -> Tensor:
+        """Speed of each rank. Shape [world_size], float64, positive."""
+
+    def overhead(self, world: WorldSamples) -> float:
+        """Cost of a step that does not depend on its samples, not negative."""
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a partitioner evens out: rank r takes `(overhead + costs of its samples) / speeds[r]`.
+
+    Attributes:
+        costs: Cost of each sample. Shape [num_samples].
+        speeds: Speed of each rank. Shape [world_size].
+        overhead: Cost of a step on any rank, before its first sample.
+    """
+
+    costs: Floats
+    speeds: Floats
+    overhead: float = 0.0
+
+    @property
+    def even_speeds(self) -> bool:
+        """Whether all ranks are equally fast; the overhead does not matter then."""
+        return bool((self.speeds == self.speeds[0]).all())
+
+    @property
+    def ideal_time(self) -> float:
+        """Time that every rank would take if samples could be split."""
+        return float((self.costs.sum() + self.overhead * len(self.speeds)) / self.speeds.sum())
+
+    def times(self, owner: Ints) -> Floats:
+        """Time of each rank under a plan. Shape [world_size]."""
+        loads = np.bincount(owner, weights=self.costs, minlength=len(self.speeds))
+        return np.asarray((loads + self.overhead) / self.speeds, dtype=np.float64)
+
+
+def workload(cost: Cost, world: WorldSamples) -> Workload:
+    """Ask a cost about the samples, and about the ranks if it knows them.
+
+    Raises:
+        ValueError: The cost has another shape than [num_samples], or a value that is negative or not finite.
+    """
+    given = cost(world) if world.cost is None else world.cost
+    if given.shape != (world.num_samples,):
+        raise ValueError(f"cost must give shape [{world.num_samples}], one value a sample, got {list(given.shape)}")
+    costs = given.double().numpy()
+    if not (np.isfinite(costs) & (costs >= 0)).all():
+        sample = int(np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))[0])
+        raise ValueError(f"cost must be finite and not negative, got {costs[sample]} for sample {sample}")
+    if isinstance(cost, RankCost):
+        return Workload(costs, cost.speeds(world).double().numpy(), float(cost.overhead(world)))
+    return Workload(costs, np.ones(world.world_size))
