@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
+from .arrow import FillValue, column_to_arrow, table_columns
 from .column import Column, ColumnSpec, checked_column, empty_column
+from .convert import (
+    WEIGHTS,
+    jagged_tensor,
+    keyed_columns,
+    keyed_tensor,
+    nested_column,
+    nested_tensor,
+    padded,
+    padded_column,
+)
 from .select import concat_samples, split_samples, take_samples
 
 __all__ = ["Column", "ColumnSpec", "JaggedBatch"]
@@ -184,6 +197,103 @@ class JaggedBatch:
             for column in self._columns.values():
                 for tensor in column.tensors():
                     tensor.record_stream(stream)
+
+    @classmethod
+    def from_arrow(
+        cls,
+        table: Any,
+        columns: Sequence[str] | None = None,
+        fill_value: FillValue | Mapping[str, FillValue] = None,
+    ) -> JaggedBatch:
+        """View an Arrow table as a batch; memory is shared where the layout allows, so treat it as read-only.
+
+        Numbers keep their type, bool is expanded, dates and times become int64 in their own unit, text becomes lists
+        of uint8, fixed_size_list a trailing dimension, dictionaries their values.
+
+        Args:
+            table: A pyarrow Table or RecordBatch, or anything that exports an Arrow stream (polars, pandas, duckdb).
+            columns: Which columns, in which order; all by default.
+            fill_value: What null numbers become, for all columns or by name; null lists become empty. Without it
+                a null is an error.
+
+        Raises:
+            ValueError: A null (named by column and row), a column that is missing, or a type that is no column.
+            TypeError: `table` holds no Arrow data.
+
+        Example:
+            >>> import pyarrow as pa
+            >>> JaggedBatch.from_arrow(pa.table({"page": [[7, 8], []]}))
+            JaggedBatch(batch_size=2, page: jagged int64 [*] with 2 rows)
+        """
+        made, num_rows = table_columns(table, None if columns is None else list(columns), fill_value)
+        return cls(made, num_rows)
+
+    def to_arrow(self, text: Sequence[str] = ()) -> pa.Table:
+        """Make a pyarrow Table that shares this batch's memory (bool is packed); the columns `text` become strings.
+
+        Raises:
+            ValueError: A dtype that Arrow does not have, such as bfloat16.
+        """
+        columns = {n: column_to_arrow(n, c, n in text) for n, c in self.to("cpu")._columns.items()}
+        return pa.table(columns)
+
+    @classmethod
+    def from_kjt(cls, keyed: Any) -> JaggedBatch:
+        """View a TorchRec KeyedJaggedTensor as a batch: a column for each key, its weights as "<key>.weights".
+
+        Raises:
+            ValueError: Its keys have different batch sizes (VBE), or it has inverse indices.
+        """
+        columns, weights = keyed_columns(keyed, "the KeyedJaggedTensor")
+        return cls(columns | {key + WEIGHTS: column for key, column in weights.items()}, keyed.stride())
+
+    def to_kjt(self, names: Sequence[str], weighted: bool = False) -> Any:
+        """Make a TorchRec KeyedJaggedTensor of jagged columns of one dtype. Copies the values.
+
+        Args:
+            names: The columns, which become its keys in this order.
+            weighted: Take its weights from the columns "<name>.weights".
+
+        Raises:
+            ValueError: A column is not jagged or of another type than the first, or weights have other lengths.
+        """
+        weights = {name: self[name + WEIGHTS] for name in names if weighted}
+        return keyed_tensor({name: self[name] for name in names}, weights, self.batch_size)
+
+    def to_jagged_tensor(self, name: str, weighted: bool = False) -> Any:
+        """View a jagged column as a TorchRec JaggedTensor, with weights from the column "<name>.weights"."""
+        return jagged_tensor(self[name], self[name + WEIGHTS] if weighted else None)
+
+    @classmethod
+    def from_nested(cls, nested: Mapping[str, Tensor]) -> JaggedBatch:
+        """View torch nested tensors of the jagged layout as the columns of a batch."""
+        return cls({name: nested_column(tensor, f"column {name!r}") for name, tensor in nested.items()})
+
+    def to_nested(self, name: str) -> Tensor:
+        """View a jagged column as a torch nested tensor of the jagged layout. Shape [B, *, ...]."""
+        return nested_tensor(self[name])
+
+    @classmethod
+    def from_padded(cls, values: Mapping[str, Tensor], mask: Tensor) -> JaggedBatch:
+        """Make a batch of the real entries of padded tensors. Copies.
+
+        Args:
+            values: By column name, each of shape [B, T, ...].
+            mask: True where an entry is real; real entries need not come first. Shape [B, T], bool.
+        """
+        return cls({name: padded_column(tensor, mask, f"column {name!r}") for name, tensor in values.items()})
+
+    def to_padded(self, name: str, padding_value: float = 0, max_length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Pad a jagged column to one length. Synchronises when no length is given.
+
+        Returns:
+            Padded values, shape [B, T, ...], and a mask that is true where they are real, shape [B, T], bool; T is
+            `max_length`, or the longest sample's length.
+
+        Raises:
+            ValueError: The column is not jagged, or a sample is longer than `max_length`.
+        """
+        return padded(self[name], padding_value, max_length)
 
     def _map(self, function: Callable[[Column], Column], batch_size: int) -> JaggedBatch:
         return self._of_checked({name: function(column) for name, column in self._columns.items()}, batch_size)

@@ -1,0 +1,323 @@
+"""Streams Parquet files as batches: each row group is read by one rank, and never a whole file (paper, section 4.1)."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .arrow import FillValue, check_names
+from .batch import JaggedBatch
+
+PathLike = str | os.PathLike[str]
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    path: str
+    index: int
+    num_rows: int
+
+
+class ParquetSource(IterableDataset[JaggedBatch]):
+    """Batches of the row groups that fall to one rank. Made by `read_parquet`.
+
+    Each `iter()` is a new epoch. One iterator is live at a time: the newest. Inside a DataLoader
+    (`DataLoader(source, batch_size=None, num_workers=...)`) the row groups are divided among the workers.
+
+    Attributes:
+        paths: The files, in order.
+        batch_size: Samples in a batch; the last one may be smaller.
+        names: Columns that are read.
+    """
+
+    def __init__(
+        self,
+        path: PathLike | Sequence[PathLike],
+        batch_size: int,
+        columns: Sequence[str] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        drop_last: bool = False,
+        shuffle: bool = False,
+        seed: int = 0,
+        fill_value: FillValue | Mapping[str, FillValue] = None,
+        use_threads: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, world_size), got {rank} of {world_size}")
+        self.paths = _found(path)
+        self.batch_size = batch_size
+        self._rank, self._world_size = rank, world_size
+        self._drop_last, self._shuffle, self._seed = drop_last, shuffle, seed
+        self._fill_value, self._use_threads = fill_value, use_threads
+        self._groups: list[_RowGroup] = []
+        self._files: list[list[Any]] = []
+        self._schema: Any = None
+        self.names: tuple[str, ...] = () if columns is None else tuple(columns)
+        for file in self.paths:
+            self._add_file(file, read_all=columns is None)
+        empty = self._schema.empty_table()
+        JaggedBatch.from_arrow(empty)  # types that are no column are refused before anything is read
+        self._epoch, self._group, self._row, self._rows_read = 0, 0, 0, 0
+        self._under_way = False
+        self._newest: object = None
+
+    def _add_file(self, path: str, read_all: bool) -> None:
+        with _opened(path) as file:
+            schema, metadata = file.schema_arrow.remove_metadata(), file.metadata
+        if read_all and self._schema is None:
+            self.names = tuple(schema.names)
+        check_names(list(self.names), schema.names, path)
+        chosen = pa.schema([schema.field(name).remove_metadata() for name in self.names])
+        if self._schema is None:
+            self._schema = chosen
+        for first, here in zip(self._schema, chosen, strict=True):
+            if first.type != here.type:
+                raise ValueError(f"column {here.name!r} is {here.type} in {path}, {first.type} in {self.paths[0]}")
+        self._files.append([os.path.basename(path), metadata.num_rows, metadata.num_row_groups])
+        for index in range(metadata.num_row_groups):
+            self._groups.append(_RowGroup(path, index, metadata.row_group(index).num_rows))
+
+    def _share(self, epoch: int) -> list[_RowGroup]:
+        """Row groups of this rank (and DataLoader worker) in an epoch, in order."""
+        order = list(range(len(self._groups)))
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        worker = get_worker_info()
+        share = order[self._rank :: self._world_size]
+        if worker is not None:
+            share = share[worker.id :: worker.num_workers]
+        return [self._groups[i] for i in share]
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch under way, or of the next one, from 0."""
+        return self._epoch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank in the epoch."""
+        return sum(group.num_rows for group in self._share(self._epoch))
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of this rank's share that are behind it in the epoch."""
+        return self._rows_read
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        extra = 0 if self._drop_last else self.batch_size - 1
+        return (self.num_rows + extra) // self.batch_size
+
+    def __iter__(self) -> Iterator[JaggedBatch]:
+        if self._under_way:  # the epoch before was left in the middle
+            self._start_epoch(self._epoch + 1)
+        self._under_way = True
+        self._newest = token = object()
+        return self._batches(token)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._group, self._row, self._rows_read = epoch, 0, 0, 0
+        self._under_way = False
+
+    def _batches(self, token: object) -> Iterator[JaggedBatch]:
+        waiting: list[pa.RecordBatch] = []
+        num_waiting = 0
+        for group, row, piece in self._pieces(self._share(self._epoch), self._group, self._row):
+            used = 0
+            while num_waiting + len(piece) - used >= self.batch_size:
+                cut = self.batch_size - num_waiting
+                table = pa.Table.from_batches([*waiting, piece.slice(used, cut)])
+                waiting, num_waiting, used = [], 0, used + cut
+                self._advance(token, group, row + used, self.batch_size)
+                yield self._batch(table)
+            if used < len(piece):
+                waiting.append(piece.slice(used))
+                num_waiting += len(piece) - used
+        last = pa.Table.from_batches(waiting) if num_waiting and not self._drop_last else None
+        self._advance(token, len(self._share(self._epoch)), 0, num_waiting)
+        if last is not None:
+            yield self._batch(last)
+        if token is self._newest:
+            self._start_epoch(self._epoch + 1)
+
+    def _batch(self, table: pa.Table) -> JaggedBatch:
+        return JaggedBatch.from_arrow(table, self.names, self._fill_value)
+
+    def _advance(self, token: object, group: int, row: int, num_rows: int) -> None:
+        if token is not self._newest:
+            raise RuntimeError("a newer iterator of this Parquet source was made; only the newest can go on")
+        self._group, self._row = group, row
+        self._rows_read += num_rows
+
+    def _pieces(self, share: list[_RowGroup], first: int, skip: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Read what is left: position of the row group, first row of the piece in it, and the piece."""
+        file: pq.ParquetFile | None = None
+        path = None
+        try:
+            for position in range(first, len(share)):
+                group = share[position]
+                if group.path != path:
+                    if file is not None:
+                        file.close()
+                    file, path = _opened(group.path), group.path
+                row = 0
+                for piece in self._read(file, group):
+                    start, row = row, row + len(piece)
+                    passed = min(max(skip - start, 0), len(piece)) if position == first else 0
+                    if passed < len(piece):
+                        yield position, start + passed, piece.slice(passed)
+        finally:
+            if file is not None:
+                file.close()
+
+    def _read(self, file: Any, group: _RowGroup) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from file.iter_batches(
+                self.batch_size, row_groups=[group.index], columns=list(self.names), use_threads=self._use_threads
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"cannot read row group {group.index} of {group.path}: {error}") from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the next batch starts. After the end of an epoch that is the start of the next one."""
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch,
+            "group": self._group,
+            "row": self._row,
+            "rows_read": self._rows_read,
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "files": self._files,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next `iter()` starts with the next batch. `state` is not changed.
+
+        Batch size and columns may differ from those it was taken with.
+
+        Raises:
+            ValueError: The state is of other files, another rank, world size or order of row groups; says which.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"state version must be {_STATE_VERSION}, got {state.get('version')!r}")
+        for key, here in self._identity().items():
+            there = state.get(key)
+            if there != here:
+                detail = _first_difference(there, here) if key == "files" else f"{there!r}, here it is {here!r}"
+                raise ValueError(f"the state was taken with another {key}: {detail}")
+        self._start_epoch(int(state["epoch"]))
+        self._group, self._row = int(state["group"]), int(state["row"])
+        self._rows_read = int(state["rows_read"])
+        self._newest = None
+
+
+def _first_difference(there: Any, here: list[list[Any]]) -> str:
+    """Say the first file, or number of files, that differs: [name, rows, row groups]."""
+    for old, new in zip(there or [], here, strict=False):
+        if old != new:
+            return f"{old[0]} ({old[1]} rows, {old[2]} row groups), here {new[0]} ({new[1]} rows, {new[2]} row groups)"
+    return f"{len(there or [])} files, here {len(here)}"
+
+
+def _found(path: PathLike | Sequence[PathLike]) -> list[str]:
+    """Find the files that a path, list, directory or pattern means, in an order that is the same on every rank."""
+    given = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    files: list[str] = []
+    for one in given:
+        text = os.fspath(one)
+        if os.path.isdir(text):
+            matches = sorted(map(str, Path(text).rglob("*.parquet")))
+        elif os.path.exists(text):
+            matches = [text]
+        else:
+            matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) else []
+        if not matches:
+            raise FileNotFoundError(f"no Parquet file at {text!r}")
+        files += matches
+    if not files:
+        raise FileNotFoundError("no Parquet file: the list of paths is empty")
+    return files
+
+
+def _opened(path: str) -> Any:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, FileNotFoundError):
+            raise FileNotFoundError(f"no Parquet file at {path!r}") from error
+        raise ValueError(f"cannot read {path} as Parquet: {error}") from error
+
+
+def read_parquet(
+    path: PathLike | Sequence[PathLike],
+    batch_size: int,
+    columns: Sequence[str] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    drop_last: bool = False,
+    shuffle: bool = False,
+    seed: int = 0,
+    fill_value: FillValue | Mapping[str, FillValue] = None,
+    use_threads: bool = False,
+) -> ParquetSource:
+    """Stream Parquet files as batches.
+
+    Row groups are dealt to the ranks in turn, over all files; each is read by one rank, a batch's worth of rows at
+    a time. Batches of a rank may span its row groups. A rank for which no row group is left has no batch.
+
+    Args:
+        path: A file, a directory, a pattern such as "day-*.parquet", or a list of these.
+        batch_size: Samples in a batch.
+        columns: Names, in the order wanted; all by default.
+        rank: This process.
+        world_size: Number of processes that share the files.
+        drop_last: Leave out a last batch that is smaller.
+        shuffle: Deal the row groups in another order each epoch. Samples keep their order inside a row group.
+        seed: Of the order; the same on all ranks.
+        fill_value: What nulls become, see `JaggedBatch.from_arrow`. Without it a null is an error.
+        use_threads: Let Arrow decode columns in parallel; leave it off where ranks share cores.
+
+    Returns:
+        An iterable of JaggedBatch that can be iterated many times, with `len()` in batches, `num_rows`, `rows_read`,
+        `state_dict()` and `load_state_dict()`.
+
+    Raises:
+        FileNotFoundError: Nothing is at a path; names it.
+        ValueError: A file is not Parquet, lacks a column or has it in another type, or a column cannot be read.
+    """
+    return ParquetSource(
+        path,
+        batch_size,
+        columns,
+        rank,
+        world_size,
+        drop_last=drop_last,
+        shuffle=shuffle,
+        seed=seed,
+        fill_value=fill_value,
+        use_threads=use_threads,
+    )
