@@ -1,1 +1,17 @@
 """Moves tensors between ranks: all_gather and all_to_all, no reductions (paper, section 3.3)."""
+
+from .base import Pending, Transport
+from .connect import connect, local_group
+from .errors import SizeMismatch, TransportClosed, TransportError, TransportTimeout, Unavailable
+
+__all__ = [
+    "Pending",
+    "SizeMismatch",
+    "Transport",
+    "TransportClosed",
+    "TransportError",
+    "TransportTimeout",
+    "Unavailable",
+    "connect",
+    "local_group",
+]

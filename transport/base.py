@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 from torch import Tensor
+
+from .exchange import Splits
 
 
 class Pending(ABC):
@@ -13,15 +14,20 @@ class Pending(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Advance the transfer without blocking; true once `wait` returns (or raises) at once."""
+        """Advance the transfer without blocking; true once `wait` returns (or raises) at once.
+
+        That is also so when a deadline has passed since the first call.
+        """
 
     @abstractmethod
     def wait(self) -> Tensor:
         """Wait for the transfer and return what arrived. May be called again, with the same result.
 
         Raises:
-            TransportTimeout: The deadline passed; names operation, peer where known, and sequence number.
+            TransportTimeout: The deadline passed; names operation, channel, sequence number, missing peers where
+                known.
             SizeMismatch: A peer sent another number of rows than expected; raised on both of them.
+            TransportClosed: The channel was closed, or had failed before.
             TransportError: The transfer broke.
         """
 
@@ -31,19 +37,23 @@ class Transport(ABC):
 
     Every rank calls the same operations in the same order, from one thread at a time. A thread of its own takes a
     channel of its own. All sizes are known to the caller; a transport ships no shapes and no Python objects.
+    Several transfers may be under way at once; they complete in any order.
 
     Attributes:
         rank: This process, from 0.
         world_size: Number of ranks.
         timeout_s: Deadline of every wait, in seconds.
+        check_sizes: Whether ranks compare sizes before they move data. Without it a disagreement may go unnoticed, so
+            turn it off only where the ranks have compared their sizes by other means.
     """
 
     rank: int
     world_size: int
     timeout_s: float
+    check_sizes: bool
 
     @abstractmethod
-    def all_gather(self, block: Tensor, sizes: Sequence[int] | None = None, out: Tensor | None = None) -> Pending:
+    def all_gather(self, block: Tensor, sizes: Splits | None = None, out: Tensor | None = None) -> Pending:
         """Give every rank the blocks of all ranks, one after the other along dim 0.
 
         Args:
@@ -56,15 +66,16 @@ class Transport(ABC):
 
         Raises:
             ValueError: An argument breaks a rule above.
-            TransportClosed: The transport was closed.
+            TransportClosed: The transport was closed, or has failed.
+            TransportError: Another thread is using this channel.
         """
 
     @abstractmethod
     def all_to_all(
         self,
         rows: Tensor,
-        sent_splits: Sequence[int],
-        received_splits: Sequence[int],
+        sent_splits: Splits,
+        received_splits: Splits,
         out: Tensor | None = None,
     ) -> Pending:
         """Send consecutive pieces of `rows` to ranks 0, 1, …, and receive one piece from each.
@@ -82,17 +93,26 @@ class Transport(ABC):
 
         Raises:
             ValueError: An argument breaks a rule above.
-            TransportClosed: The transport was closed.
+            TransportClosed: The transport was closed, or has failed.
+            TransportError: Another thread is using this channel.
         """
 
     @abstractmethod
-    def channel(self, name: str) -> Transport:
+    def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         """Make an independent lane between the same ranks. Collective: all ranks make the same channels in order.
 
         Args:
-            name: Says in error messages what the lane is for.
+            name: Says in error messages what the lane is for. At most 64 bytes of UTF-8.
+            check_sizes: Whether ranks compare sizes before they move data; None takes over this channel's choice.
+
+        Raises:
+            ValueError: The name is empty or too long.
+            TransportError: Another rank makes another channel.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the transport holds. Local, may be called twice; later operations raise TransportClosed."""
+        """Release what this channel, and the channels made from it, hold.
+
+        Local, may be called twice; later operations raise TransportClosed.
+        """

@@ -1,0 +1,186 @@
+"""Checks the arguments of both operations once, for all backends, and turns tensors into bytes (paper, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Operation = Literal["all_gather", "all_to_all"]
+Splits = Sequence[int] | NDArray[np.integer] | Tensor
+"""Rows for or from each rank: ints, a numpy integer array, or an integer tensor of one dimension. Length world_size."""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One operation of one rank, in bytes. This rank's own piece is in place already: its byte counts are zero.
+
+    Attributes:
+        operation: What the caller asked for.
+        rank: This rank.
+        row_bytes: Bytes of one row.
+        sent_rows: Rows for each rank. Shape [world_size], int64.
+        received_rows: Rows expected from each rank. Shape [world_size], int64.
+        source: What is sent. Shape [bytes], uint8, contiguous.
+        sent_bytes: Bytes for each rank; 0 for this one. Shape [world_size], int64.
+        sent_at: Where each rank's bytes begin in `source`. Shape [world_size], int64.
+        target: Where it arrives: the memory of `out`. Shape [bytes], uint8, contiguous.
+        received_bytes: Bytes from each rank; 0 from this one. Shape [world_size], int64.
+        received_at: Where each rank's bytes begin in `target`. Shape [world_size], int64.
+        out: What the caller gets.
+        kept_bytes: Bytes of this rank's own piece.
+        incomplete: Some rank's piece is not moved, because the two disagree; `out` must not be given to the caller.
+    """
+
+    operation: Operation
+    rank: int
+    row_bytes: int
+    sent_rows: NDArray[np.int64]
+    received_rows: NDArray[np.int64]
+    source: Tensor
+    sent_bytes: NDArray[np.int64]
+    sent_at: NDArray[np.int64]
+    target: Tensor
+    received_bytes: NDArray[np.int64]
+    received_at: NDArray[np.int64]
+    out: Tensor
+    kept_bytes: int
+    incomplete: bool = False
+
+    def outgoing(self, peer: int) -> Tensor:
+        """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
+        return self.source.narrow(0, int(self.sent_at[peer]), int(self.sent_bytes[peer]))
+
+    def incoming(self, peer: int) -> Tensor:
+        """Where the bytes of a peer arrive. Shape [received_bytes[peer]], uint8."""
+        return self.target.narrow(0, int(self.received_at[peer]), int(self.received_bytes[peer]))
+
+    def skip(self, peer: int) -> None:
+        """Move nothing between this rank and a peer."""
+        self.sent_bytes[peer] = self.received_bytes[peer] = 0
+        self.incomplete = True
+
+
+def plan_all_gather(rank: int, world_size: int, block: Tensor, sizes: Splits | None, out: Tensor | None) -> Exchange:
+    """Check the arguments of an all_gather and lay out its bytes.
+
+    Raises:
+        ValueError: See `Transport.all_gather`.
+        TypeError: `block` or `out` is no tensor.
+    """
+    _check_rows("block", block)
+    rows = len(block)
+    received = np.full(world_size, rows) if sizes is None else _read_splits("sizes", sizes, world_size)
+    if received[rank] != rows:
+        raise ValueError(f"sizes[{rank}] must be the rows of this rank's block, {rows}, got {received[rank]}")
+    return _lay_out("all_gather", rank, "block", block, np.full(world_size, rows), received, out)
+
+
+def plan_all_to_all(
+    rank: int,
+    world_size: int,
+    rows: Tensor,
+    sent_splits: Splits,
+    received_splits: Splits,
+    out: Tensor | None,
+) -> Exchange:
+    """Check the arguments of an all_to_all and lay out its bytes.
+
+    Raises:
+        ValueError: See `Transport.all_to_all`.
+        TypeError: `rows` or `out` is no tensor.
+    """
+    _check_rows("rows", rows)
+    sent = _read_splits("sent_splits", sent_splits, world_size)
+    received = _read_splits("received_splits", received_splits, world_size)
+    if int(sent.sum()) != len(rows):
+        raise ValueError(f"sent_splits must add up to the {len(rows)} rows given, got {int(sent.sum())}")
+    if sent[rank] != received[rank]:
+        raise ValueError(
+            f"sent_splits[{rank}] and received_splits[{rank}] are both what this rank keeps and must be equal, "
+            f"got {sent[rank]} and {received[rank]}"
+        )
+    return _lay_out("all_to_all", rank, "rows", rows, sent, received, out)
+
+
+def _check_rows(name: str, rows: Tensor) -> None:
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(rows).__name__}")
+    if rows.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be in host memory, got a tensor on {rows.device}: copy it with .cpu() first; "
+            "this backend moves host memory only"
+        )
+    if rows.layout != torch.strided or rows.is_quantized:
+        raise ValueError(f"{name} must be a plain dense tensor, got layout {rows.layout}, dtype {rows.dtype}")
+    if rows.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar: rows lie along dim 0")
+
+
+def _read_splits(name: str, splits: Splits, world_size: int) -> NDArray[np.int64]:
+    if isinstance(splits, Tensor):
+        if splits.device.type != "cpu":
+            raise ValueError(f"{name} must be in host memory, got a tensor on {splits.device}")
+        splits = splits.detach().numpy()
+    array = np.asarray(splits)
+    if array.shape != (world_size,):
+        raise ValueError(f"{name} must have one entry for each of the {world_size} ranks, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    array = array.astype(np.int64)
+    if array.min() < 0:
+        raise ValueError(f"{name} must not be negative, got {array.min()} for rank {array.argmin()}")
+    return array
+
+
+def _lay_out(
+    operation: Operation,
+    rank: int,
+    name: str,
+    rows: Tensor,
+    sent: NDArray[np.int64],
+    received: NDArray[np.int64],
+    out: Tensor | None,
+) -> Exchange:
+    rows = rows.detach().resolve_conj().resolve_neg().contiguous()
+    shape = (int(received.sum()), *rows.shape[1:])
+    out = torch.empty(shape, dtype=rows.dtype) if out is None else _check_out(out, shape, name, rows)
+    row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.element_size()
+    gathers = operation == "all_gather"
+    exchange = Exchange(
+        operation=operation,
+        rank=rank,
+        row_bytes=row_bytes,
+        sent_rows=sent,
+        received_rows=received,
+        source=rows.reshape(-1).view(torch.uint8),
+        sent_bytes=sent * row_bytes,
+        sent_at=np.zeros_like(sent) if gathers else (np.cumsum(sent) - sent) * row_bytes,
+        target=out.view(-1).view(torch.uint8),
+        received_bytes=received * row_bytes,
+        received_at=(np.cumsum(received) - received) * row_bytes,
+        out=out,
+        kept_bytes=int(sent[rank]) * row_bytes,
+    )
+    exchange.incoming(rank).copy_(exchange.outgoing(rank))
+    exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
+    return exchange
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> Tensor:
+    _check_rows("out", out)
+    if out.dtype != rows.dtype:
+        raise ValueError(f"out must have the dtype of {name}, {rows.dtype}, got {out.dtype}")
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()} for shape {list(out.shape)}")
+    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
+    if max(first, rows.data_ptr()) < min(last, rows.data_ptr() + rows.nbytes):
+        raise ValueError(f"out must not share memory with {name}")
+    return out.detach()

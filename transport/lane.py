@@ -1,0 +1,274 @@
+"""A channel between host processes: order, deadlines, agreement on sizes, for any backend (paper, section 3.3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .agreement import SEQUENCE, find_disagreements, make_records
+from .base import Pending, Transport
+from .errors import TransportClosed, TransportError, TransportTimeout
+from .exchange import Exchange, Splits, plan_all_gather, plan_all_to_all
+from .wire import Ticket, Wire
+
+NAME_BYTES = 64
+_SLICE_S = 0.25  # how often a waiting thread looks whether its channel was closed, or Ctrl-C pressed
+
+
+class HostTransport(Transport):
+    """A channel over a backend's wire. Made by `connect`, `local_group` and `channel`."""
+
+    def __init__(self, wire: Wire, name: str, rank: int, world_size: int, timeout_s: float, check_sizes: bool) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.timeout_s, self.check_sizes = timeout_s, check_sizes
+        self.name = name
+        self._wire = wire
+        self._sequence = 0
+        self._under_way: deque[HostPending] = deque()
+        self._channels: list[HostTransport] = []
+        self._closed: TransportClosed | None = None
+        self._turn = _Turn(name)
+
+    def all_gather(self, block: Tensor, sizes: Splits | None = None, out: Tensor | None = None) -> Pending:
+        """See `Transport.all_gather`."""
+        with self._turn:
+            self._refuse_when_closed("all_gather")
+            return self._begin(plan_all_gather(self.rank, self.world_size, block, sizes, out))
+
+    def all_to_all(
+        self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
+    ) -> Pending:
+        """See `Transport.all_to_all`."""
+        with self._turn:
+            self._refuse_when_closed("all_to_all")
+            return self._begin(plan_all_to_all(self.rank, self.world_size, rows, sent_splits, received_splits, out))
+
+    def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
+        """See `Transport.channel`."""
+        with self._turn:
+            self._refuse_when_closed("channel")
+            check_sizes = self.check_sizes if check_sizes is None else check_sizes
+            encoded_name(name)
+            wire = self._wire.split(check_sizes, self.timeout_s)
+            made = open_lane(wire, name, self.rank, self.world_size, self.timeout_s, check_sizes)
+            self._channels.append(made)
+            return made
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        for channel in self._channels:
+            channel.close()
+        if self._closed is None:
+            self._closed = TransportClosed(f"channel '{self.name}' was closed")
+            self._wire.release(None)
+
+    def _begin(self, exchange: Exchange) -> HostPending:
+        pending = HostPending(self, exchange, self._sequence)
+        self._sequence += 1
+        self._under_way.append(pending)
+        self._advance()
+        return pending
+
+    def _refuse_when_closed(self, operation: str) -> None:
+        if self._closed is not None:
+            raise TransportClosed(f"{operation}: {self._closed}") from self._closed.__cause__
+
+    def _advance(self) -> None:
+        """Advance what is under way. Data is posted in the order of the calls, so on every rank alike."""
+        for pending in list(self._under_way):
+            if self._closed is not None or not pending._advance():
+                break
+        while self._under_way and self._under_way[0].finished:
+            self._under_way.popleft()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._closed is None:
+            self._closed = TransportClosed(f"channel '{self.name}' failed before: {error}")
+            self._closed.__cause__ = error
+            self._wire.release(error)
+
+
+class HostPending(Pending):
+    """An exchange under way on a `HostTransport`: first sizes, then data, then done."""
+
+    def __init__(self, lane: HostTransport, exchange: Exchange, sequence: int) -> None:
+        self.finished = False
+        self._lane, self._exchange, self._sequence = lane, exchange, sequence
+        self._first_test: float | None = None
+        self._error: BaseException | None = None
+        self._mismatch: TransportError | None = None
+        self._sizes: Ticket | None = None
+        self._data: Ticket | None = None
+        self._mine = self._theirs = np.empty((0, 5), dtype=np.int64)
+        with _Blame(self):
+            if lane.check_sizes and not lane._wire.settles_sizes:
+                self._exchange_sizes()
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        if self.finished:
+            return True
+        lane = self._lane
+        with lane._turn:
+            lane._advance()
+            now = time.monotonic()
+            self._first_test = self._first_test or now
+            if not self.finished and now - self._first_test > lane.timeout_s:
+                self._give_up()
+            return self.finished or lane._closed is not None
+
+    def wait(self) -> Tensor:
+        """See `Pending.wait`."""
+        if not self.finished:
+            with self._lane._turn:
+                self._wait_until_finished()
+        if self._error is not None:
+            raise self._error
+        return self._exchange.out
+
+    def _wait_until_finished(self) -> None:
+        lane = self._lane
+        deadline = time.monotonic() + lane.timeout_s
+        while True:
+            lane._advance()
+            if self.finished:
+                return
+            if lane._closed is not None:
+                self._finish(TransportClosed(f"{self._call()}: {lane._closed}"))
+                return
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                self._give_up()
+                return
+            first = next(p for p in lane._under_way if p is self or p._data is None)
+            with _Blame(first):
+                first._ticket().block(min(seconds, _SLICE_S))
+
+    def _advance(self) -> bool:
+        """Go as far as possible without blocking; true when the data is posted, so that the next one may follow."""
+        if self.finished:
+            return True
+        with _Blame(self):
+            if self._data is None:
+                if self._sizes is not None:
+                    if not self._sizes.poll():
+                        return False
+                    self._mismatch = find_disagreements(self._exchange, self._mine, self._theirs)
+                self._data = self._lane._wire.begin(self._exchange, self._sequence, "data")
+            if self._data.poll():
+                self._finish(None)
+                if self._mismatch is not None:
+                    raise self._mismatch
+        return self._data is not None
+
+    def _exchange_sizes(self) -> None:
+        lane, exchange = self._lane, self._exchange
+        self._mine = make_records(exchange, self._sequence)
+        self._theirs = np.full_like(self._mine, -1)
+        ones = np.ones(lane.world_size, dtype=np.int64)
+        records, theirs = torch.from_numpy(self._mine), torch.from_numpy(self._theirs)
+        plan = plan_all_to_all(lane.rank, lane.world_size, records, ones, ones, theirs)
+        self._sizes = lane._wire.begin(plan, self._sequence, "sizes")
+
+    def _ticket(self) -> Ticket:
+        ticket = self._data or self._sizes
+        assert ticket is not None, "an exchange that is under way has been posted"
+        return ticket
+
+    def _finish(self, error: BaseException | None) -> None:
+        self.finished, self._error = True, error
+
+    def _give_up(self) -> None:
+        lane = self._lane
+        stage = "agreeing on sizes" if self._data is None else "moving data"
+        missing = self._ticket().missing()
+        if missing is None and self._data is None:
+            missing = np.flatnonzero(self._theirs[:, SEQUENCE] < 0).tolist()
+        who = f"missing: ranks {missing}" if missing else "which ranks are missing is not known"
+        error = TransportTimeout(
+            f"{self._call()}: rank {lane.rank} of {lane.world_size} waited {lane.timeout_s:g} s, {stage}; {who}"
+        )
+        self._finish(error)
+        lane._fail(error)
+
+    def _call(self) -> str:
+        return f"{self._exchange.operation} #{self._sequence} on channel '{self._lane.name}'"
+
+
+class _Blame:
+    """Turns what a backend raises into a failure of the exchange and its lane, named after them."""
+
+    def __init__(self, pending: HostPending) -> None:
+        self._pending = pending
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, TransportError):
+            return False
+        named = type(error)(f"{self._pending._call()}: {error}")
+        named.__cause__ = error.__cause__
+        self._pending._finish(named)
+        self._pending._lane._fail(named)
+        return True
+
+
+class _Turn:
+    """Lets one thread at a time use a channel, and names the channel when two try."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._holder = ""
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise TransportError(
+                f"channel '{self._name}' is in use by thread '{self._holder}' and cannot be used by thread "
+                f"'{threading.current_thread().name}' at the same time: give each thread a channel() of its own"
+            )
+        self._holder = threading.current_thread().name
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def encoded_name(name: str) -> bytes:
+    """Check a channel's name and pad it, so that ranks can compare it. Returns NAME_BYTES bytes."""
+    encoded = name.encode()
+    if not 0 < len(encoded) <= NAME_BYTES:
+        raise ValueError(f"name of a channel must have 1 to {NAME_BYTES} bytes of UTF-8, got {name!r}")
+    return encoded.ljust(NAME_BYTES, b"\0")
+
+
+def open_lane(wire: Wire, name: str, rank: int, world_size: int, timeout_s: float, check_sizes: bool) -> HostTransport:
+    """Make a channel over a new wire, and make sure that all ranks made the same one; collective."""
+    lane = HostTransport(wire, name, rank, world_size, timeout_s, check_sizes)
+    mine = encoded_name(name) + bytes([check_sizes])
+    # Says nothing of sizes, which cannot be compared before all are known to compare them.
+    lane.check_sizes = False
+    block = torch.frombuffer(bytearray(mine), dtype=torch.uint8).reshape(1, -1)
+    theirs = lane.all_gather(block).wait()
+    lane.check_sizes = check_sizes
+    for peer in range(world_size):
+        if not torch.equal(theirs[peer], block[0]):
+            error = TransportError(
+                f"rank {rank} makes channel {_describe(mine)}, rank {peer} {_describe(bytes(theirs[peer].tolist()))}"
+            )
+            lane._fail(error)
+            raise error
+    return lane
+
+
+def _describe(encoded: bytes) -> str:
+    name = encoded[:NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+    return f"'{name}' with check_sizes={bool(encoded[NAME_BYTES])}"

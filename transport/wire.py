@@ -1,0 +1,41 @@
+"""What a host backend has to do; `lane.py` does the rest (paper, section 3.3)."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from .exchange import Exchange
+
+Purpose = Literal["sizes", "data"]
+
+
+class Ticket(Protocol):
+    """One exchange that a backend has begun."""
+
+    def poll(self) -> bool:
+        """True when all bytes are here and all of ours are gone. Does not block. Raises when the exchange broke."""
+
+    def block(self, seconds: float) -> bool:
+        """As `poll`, but wait up to so many seconds without holding the interpreter lock for long."""
+
+    def missing(self) -> list[int] | None:
+        """Ranks that have not taken part yet, or None when the backend cannot tell."""
+
+
+class Wire(Protocol):
+    """A backend's lane between the ranks. Calls come from one thread at a time.
+
+    Attributes:
+        settles_sizes: The backend compares sizes by itself, in both ranks, whatever is asked.
+    """
+
+    settles_sizes: bool
+
+    def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
+        """Begin to move bytes. Ranks begin the exchanges of one purpose in the same order; purposes are independent."""
+
+    def split(self, check_sizes: bool, timeout_s: float) -> Wire:
+        """Make another wire between the same ranks; collective. `check_sizes` says whether purpose "sizes" is used."""
+
+    def release(self, reason: BaseException | None) -> None:
+        """Give back what can be given back without the other ranks; `reason` is the failure that led to it."""
