@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,6 +29,11 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Ten
 
     Returns:
         The bytes. Shape [sizes.sum()], uint8, 64-byte aligned, owned by the tensor.
+
+    Example:
+        >>> text = torch.tensor(list(b"the free scale"), dtype=torch.uint8)
+        >>> bytes(gather_ranges(text.data_ptr() + np.array([9, 4, 3]), np.array([5, 4, 0]))).decode()
+        'scalefree'
     """
     n, total = len(addresses), int(sizes.sum())
     if total == 0:
@@ -37,12 +43,13 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Ten
     # so the last offset is set to make that estimate right.
     base = int(addresses.min())
     offsets = np.empty(2 * n + 2, dtype=np.int64)
-    offsets[0 : 2 * n : 2] = addresses
-    offsets[1 : 2 * n : 2] = addresses + sizes
-    offsets -= base
+    np.subtract(addresses, base, out=offsets[0 : 2 * n : 2])
+    np.add(offsets[0 : 2 * n : 2], sizes, out=offsets[1 : 2 * n : 2])
     offsets[2 * n] = offsets[0]
     offsets[2 * n + 1] = offsets[0] + total * (2 * n + 1) // n + 256
     memory = pa.foreign_buffer(base, _REACH)
     ranges = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 2 * n + 1, [None, pa.py_buffer(offsets), memory])
-    taken = ranges.take(pa.array(np.arange(0, 2 * n, 2)))
+    taken = pc.take(
+        ranges, pa.array(np.arange(0, 2 * n, 2)), boundscheck=False
+    )  # checking costs a third of small copies
     return torch.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), total, [None, taken.buffers()[2]]))

@@ -1,0 +1,165 @@
+"""The public jagged operations, checked at the door (paper, section 4.2).
+
+All are one idea: copy ranges of rows from one buffer to another. Rows are of any dtype and any trailing shape,
+addressed in int64. Several tensors of one structure (ids, weights, a second feature) move in one call and, on a GPU, in
+one launch. On a GPU, what lies in `lengths`, `starts` and `rows` is not checked, since that would synchronise; ranges
+that leave the buffer then read as zeros or write nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+_INTEGERS = (torch.int64, torch.int32)
+Values = TypeVar("Values", Tensor, Sequence[Tensor])
+
+
+def permute_jagged(values: Values, lengths: Tensor, rows: Tensor, total: int | None = None) -> tuple[Values, Tensor]:
+    """Take rows of a jagged tensor in a new order: the paper's indexed permute.
+
+    Without `total`, a call on CUDA tensors synchronises to learn the size of the result. The gradient of a row taken
+    several times is the sum in the order of `rows`.
+
+    Args:
+        values: The rows, one after the other. Shape [lengths.sum(), ...], any dtype; or a sequence of such tensors.
+        lengths: Length of each row. Shape [B], int64 or int32.
+        rows: Which row comes next, from 0 to B - 1; rows may repeat or be left out. Shape [R], int64 or int32.
+        total: `lengths[rows].sum()`, where the caller knows it.
+
+    Returns:
+        The chosen rows' values (a list if `values` is a sequence), shape [total, ...], and `lengths[rows]`.
+
+    Raises:
+        TypeError: `lengths` or `rows` is not of an integer type.
+        ValueError: Shapes disagree; on the CPU also if numbers do.
+
+    Example:
+        >>> values, lengths = permute_jagged(torch.arange(6), torch.tensor([1, 3, 2]), torch.tensor([2, 0, 2]))
+        >>> values.tolist(), lengths.tolist()
+        ([4, 5, 0, 4, 5], [2, 1, 2])
+    """
+    _check_integers("lengths", lengths, 1)
+    _check_integers("rows", rows, 1)
+    moved, permuted_lengths = ops.permute_jagged(_as_list(values, lengths, rows), lengths, rows, total)
+    return _like(values, moved), permuted_lengths
+
+
+def dispatch_ranges(values: Values, starts: Tensor, lengths: Tensor, total: int | None = None) -> Values:
+    """Gather ranges of rows into one contiguous buffer: the paper's ranged dispatch.
+
+    Without `total`, a call on CUDA tensors synchronises to learn the size of the result. Ranges may overlap and repeat;
+    the gradient of a row in several ranges is the sum in the order of their starts.
+
+    Args:
+        values: Shape [L, ...], any dtype; or a sequence of tensors with the same L.
+        starts: First row of each range. Shape [n], int64 or int32.
+        lengths: Rows of each range. Shape [n], int64 or int32.
+        total: `lengths.sum()`, where the caller knows it.
+
+    Returns:
+        The ranges' rows, one range after the other. Shape [total, ...]; a list if `values` is a sequence.
+
+    Raises:
+        TypeError: `starts` or `lengths` is not of an integer type.
+        ValueError: Shapes disagree; on the CPU also if a range leaves `values`.
+
+    Example:
+        >>> dispatch_ranges(torch.arange(10), torch.tensor([7, 0]), torch.tensor([2, 3])).tolist()
+        [7, 8, 0, 1, 2]
+    """
+    _check_pairs(starts, lengths)
+    return _like(values, ops.dispatch_ranges(_as_list(values, starts, lengths), starts, lengths, total))
+
+
+def combine_ranges(values: Values, starts: Tensor, lengths: Tensor, size: int) -> Values:
+    """Scatter contiguous pieces to their places, the reverse of `dispatch_ranges`: the paper's ranged combine.
+
+    Never synchronises. Places that no piece covers are zero. Pieces must not overlap: checked on the CPU; on a GPU one
+    of them wins.
+
+    Args:
+        values: The pieces, one after the other. Shape [lengths.sum(), ...], any dtype; or a sequence of such tensors.
+        starts: Where each piece goes. Shape [n], int64 or int32.
+        lengths: Rows of each piece. Shape [n], int64 or int32.
+        size: Rows of the result.
+
+    Returns:
+        Shape [size, ...]; a list if `values` is a sequence.
+
+    Raises:
+        TypeError: `starts` or `lengths` is not of an integer type.
+        ValueError: Shapes disagree or `size` is negative; on the CPU also if pieces overlap or leave the result.
+
+    Example:
+        >>> combine_ranges(torch.tensor([7, 8, 9]), torch.tensor([3, 0]), torch.tensor([1, 2]), size=5).tolist()
+        [8, 9, 0, 7, 0]
+    """
+    _check_pairs(starts, lengths)
+    if size < 0:
+        raise ValueError(f"size must not be negative, got {size}")
+    return _like(values, ops.combine_ranges(_as_list(values, starts, lengths), starts, lengths, size))
+
+
+def transpose_keyed(values: Values, lengths: Tensor) -> tuple[Values, Tensor]:
+    """Turn a keyed jagged tensor from feature-major to batch-major form: the paper's keyed transpose.
+
+    Given the batch-major form it goes back. Never synchronises.
+
+    Args:
+        values: Shape [lengths.sum(), ...], any dtype, all of the first key first; or a sequence of such tensors.
+        lengths: Length of each (key, sample). Shape [K, B], int64 or int32.
+
+    Returns:
+        The values, all of the first sample first (a list if `values` is a sequence), and lengths of shape [B, K].
+
+    Raises:
+        TypeError: `lengths` is not of an integer type.
+        ValueError: Shapes disagree; on the CPU also if `lengths` does not add up to L.
+
+    Example:
+        >>> values, lengths = transpose_keyed(torch.arange(6), torch.tensor([[1, 2], [3, 0]]))
+        >>> values.tolist(), lengths.tolist()
+        ([0, 3, 4, 5, 1, 2], [[1, 3], [2, 0]])
+    """
+    _check_integers("lengths", lengths, 2)
+    moved, transposed = ops.transpose_keyed(_as_list(values, lengths), lengths)
+    return _like(values, moved), transposed
+
+
+def _check_integers(name: str, tensor: Tensor, dimensions: int) -> None:
+    if tensor.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimension(s), got shape {list(tensor.shape)}")
+
+
+def _check_pairs(starts: Tensor, lengths: Tensor) -> None:
+    _check_integers("starts", starts, 1)
+    _check_integers("lengths", lengths, 1)
+    if starts.shape != lengths.shape:
+        raise ValueError(f"starts and lengths must have one shape, got {len(starts)} and {len(lengths)}")
+
+
+def _as_list(values: Values, *structure: Tensor) -> list[Tensor]:
+    tensors = [values] if isinstance(values, Tensor) else list(values)
+    if not tensors:
+        raise ValueError("values must hold at least one tensor, got an empty sequence")
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
+            shapes = [list(each.shape) for each in tensors]
+            raise ValueError(f"values must have rows, and the same number of them, got shapes {shapes}")
+    for tensor in (*tensors, *structure):
+        if tensor.device != first.device:
+            raise ValueError(f"all tensors must be on one device, got {first.device} and {tensor.device}")
+    return tensors
+
+
+def _like(values: Values, moved: list[Tensor]) -> Values:
+    return moved[0] if isinstance(values, Tensor) else moved
