@@ -33,7 +33,7 @@ _FIELDS = (
 )
 _HEADER_WORDS = len(_FIELDS)
 _BASE_WORDS = 3  # UIH length, number of candidates, payload bytes; gathered columns follow
-MAX_BATCH_SIZE = 1 << 32
+MAX_BATCH_SIZE = 1 << 24
 
 
 class State(IntEnum):

@@ -109,7 +109,8 @@ class BalancedLoader(Generic[T]):
         self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
         self._epoch = 0
         self._loaded: dict[str, Any] | None = None
-        self._state: dict[str, Any] | None = None
+        self._state: dict[str, Any] | None = None  # of the running epoch, after the batch handed out last
+        self._next: dict[str, Any] | None = None  # of an epoch that ended: how the next one begins
         self._worker: Worker | None = None
         self._seconds: tuple[int, float] = (-1, math.nan)
         self._warned = False
@@ -137,7 +138,7 @@ class BalancedLoader(Generic[T]):
         _refuse_in_worker()
         self.close()
         state = self._loaded or self._fresh_state()
-        self._loaded = None
+        self._loaded = self._next = None
         protocol = Protocol(
             self._transport,
             self._selection,
@@ -154,10 +155,11 @@ class BalancedLoader(Generic[T]):
             batches,
             self._flatten,
             lambda columns: self._restore(protocol, columns),
-            self._source.state,
+            self._source,
             prefetch=self._prefetch,
             epoch=state["epoch"],
             exhausted=state["exhausted"],
+            end_state=state["source"] if state["exhausted"] else None,
             error=error,
         )
         return BalancedIterator(self, self._worker)
@@ -238,7 +240,7 @@ class BalancedLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """What to load to go on with the first batch that was not handed out yet. Every rank saves its own."""
-        return copy.deepcopy(self._loaded or self._state or self._fresh_state())
+        return copy.deepcopy(self._loaded or self._state or self._next or self._fresh_state())
 
     def _fresh_state(self) -> dict[str, Any]:
         """The state of an epoch that has not begun."""
@@ -267,11 +269,10 @@ class BalancedLoader(Generic[T]):
         if self._loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
             self._partitioner.load_state_dict(copy.deepcopy(self._loaded["partitioner"]))
 
-    def _finished(self) -> None:
-        """The epoch ended by itself."""
+    def _finished(self, state: dict[str, Any]) -> None:
+        """The epoch ended by itself; a state saved now begins the next one."""
         self._worker = None
-        self._epoch += 1
-        self._state = None
+        self._epoch, self._state, self._next = state["epoch"], None, state
 
     def _hand_out(self, report: Report, state: dict[str, Any]) -> None:
         previous = self.last_report
@@ -312,7 +313,7 @@ class BalancedIterator(Generic[T]):
             self._leave.detach()
             if entry.error is not None:
                 raise entry.error
-            self._loader._finished()
+            self._loader._finished(entry.state)
             raise StopIteration
         entry.report.exposed_seconds = time.perf_counter() - started
         self._loader._hand_out(entry.report, entry.state)

@@ -9,6 +9,9 @@ told, so nothing describes them on the wire. Samples that stay home are not in a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,38 +32,67 @@ def _offsets(lengths: Int64s) -> Int64s:
     return offsets
 
 
-class Sections:
-    """Where the bytes of each sample lie in a local batch.
+@dataclass(frozen=True)
+class Section:
+    """The bytes of one length level or of the values of one column.
 
     Attributes:
-        addresses: Host address of each section's first byte. Shape [num_sections].
-        offsets: First byte of each sample within each section, and the end. Shape [num_sections, batch_size + 1].
+        data: The memory.
+        offsets: First byte of each sample, and the end. Shape [batch_size + 1].
+        width: Bytes of a sample where all samples have as many and they are few, else 0. Such samples are gathered
+            row by row first: a range for each of them would cost more than its bytes.
     """
 
+    data: torch.Tensor
+    offsets: Int64s
+    width: int
+
+    def rows(self, samples: Int64s) -> torch.Tensor:
+        """The bytes of samples of a section with a width. Shape [len(samples), width], uint8."""
+        rows = self.data.view(-1).view(torch.uint8).view(-1, self.width)
+        return rows.index_select(0, torch.from_numpy(samples))
+
+    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Address and size of the bytes of samples. Each of shape [len(samples)]."""
+        starts = self.offsets[samples]
+        return self.data.data_ptr() + starts, self.offsets[samples + 1] - starts
+
+
+_NARROW_BYTES = 256
+
+
+class Sections:
+    """Where the bytes of each sample lie in a local batch."""
+
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
-        addresses: list[int] = []
-        offsets: list[Int64s] = []
-        self._alive = batch
+        self.batch_size = batch.batch_size
+        self._sections: list[Section] = []
+        self._first: dict[str, int] = {}
         for column_schema in schema.columns:
             column = batch[column_schema.name]
+            self._first[column_schema.name] = len(self._sections)
             items = np.arange(batch.batch_size + 1, dtype=np.int64)
-            for level in column.levels:
-                addresses.append(level.data_ptr())
-                offsets.append(items * 8)
+            for depth, level in enumerate(column.levels):
+                self._sections.append(Section(level, items * 8, 0 if depth else 8))
                 items = _offsets(level.numpy())[items]
-            addresses.append(column.values.data_ptr())
-            offsets.append(items * column_schema.row_bytes)
-        self.addresses = np.array(addresses, np.int64)
-        self.offsets = np.array(offsets, np.int64).reshape(len(addresses), batch.batch_size + 1)
+            width = column_schema.row_bytes if not column.levels and column_schema.row_bytes <= _NARROW_BYTES else 0
+            self._sections.append(Section(column.values, items * column_schema.row_bytes, width))
+
+    def __iter__(self) -> Iterator[Section]:
+        return iter(self._sections)
+
+    def __len__(self) -> int:
+        return len(self._sections)
+
+    def of(self, column: ColumnSchema) -> list[Section]:
+        """The sections of one column."""
+        first = self._first[column.name]
+        return self._sections[first : first + column.num_levels + 1]
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        return np.diff(self.offsets, axis=1).sum(axis=0)
-
-    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Address and size of the bytes of samples. Each of shape [num_sections, len(samples)]."""
-        starts = self.offsets[:, samples]
-        return self.addresses[:, None] + starts, self.offsets[:, samples + 1] - starts
+        total = sum((section.offsets for section in self._sections), start=np.zeros(self.batch_size + 1, np.int64))
+        return np.diff(total)
 
 
 def _num_padded(schema: Schema) -> int:
@@ -91,28 +123,63 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     """
     leaving = np.flatnonzero(owners != rank)
     leaving = leaving[np.argsort(owners[leaving], kind="stable")]
-    to = owners[leaving]
-    addresses, lengths = sections.ranges(leaving)
-    num_sections = len(addresses)
-    # bytes of each (section, destination), to see what padding brings it to a multiple of 8
-    filled = np.zeros((num_sections, len(sizes)), np.int64)
-    for section in range(num_sections):
-        filled[section] = np.bincount(to, weights=lengths[section], minlength=len(sizes)).astype(np.int64)
-    padding = -filled % 8
-    slack = sizes - (filled + padding).sum(axis=0)
+    destinations, first, counts = np.unique(owners[leaving], return_index=True, return_counts=True)
+    if not len(leaving):
+        return torch.empty(0, dtype=torch.uint8)
+    entries = _Entries(sections, leaving, first, counts)
+    slack = sizes[destinations] - entries.finish_sections()
     assert (slack >= 0).all(), "a message is larger than the protocol agreed"
-    assert slack.max(initial=0) <= len(_ZEROS), "a message has more slack than there are zeros"
-    # order everything by destination, then section; within a section samples come first, its padding after them
-    destinations = np.arange(len(sizes))
-    keys = [np.arange(num_sections)[:, None] + to * (num_sections + 1)]
-    keys.append(np.arange(num_sections)[:, None] + destinations * (num_sections + 1))
-    keys.append((num_sections + destinations * (num_sections + 1))[None])
-    zeros = np.full(padding.size + len(sizes), _ZEROS.data_ptr(), np.int64)
-    all_addresses = np.concatenate([addresses.ravel(), zeros])
-    all_sizes = np.concatenate([lengths.ravel(), padding.ravel(), slack])
-    order = np.argsort(np.concatenate([key.ravel() for key in keys]), kind="stable")
-    order = order[all_sizes[order] > 0]
-    return gather_ranges(all_addresses[order], all_sizes[order])
+    assert slack.max() <= len(_ZEROS), "a message has more slack than there are zeros"
+    entries.addresses[entries.end - 1], entries.sizes[entries.end - 1] = _ZEROS.data_ptr(), slack
+    kept = entries.sizes > 0
+    return gather_ranges(entries.addresses[kept], entries.sizes[kept])
+
+
+class _Entries:
+    """The ranges that messages are copied from, in the order of the messages.
+
+    A message has, for each section, one range for all its samples (sections with a width) or one a sample, and one for
+    padding; at its end one for slack.
+    """
+
+    def __init__(self, sections: Sections, leaving: Int64s, first: Int64s, counts: Int64s) -> None:
+        self._sections, self._leaving, self._first, self._counts = sections, leaving, first, counts
+        wide = sum(section.width == 0 for section in sections)
+        lengths = wide * counts + (len(sections) - wide) + len(sections) + 1
+        self.end = np.cumsum(lengths)
+        self._cursor = self.end - lengths
+        self._message = np.repeat(np.arange(len(counts)), counts)
+        self._place = np.arange(len(leaving)) - first[self._message]  # of a sample in its message
+        self.addresses = np.full(int(self.end[-1]), _ZEROS.data_ptr(), np.int64)
+        self.sizes = np.zeros(int(self.end[-1]), np.int64)
+        self._alive: list[torch.Tensor] = []
+
+    def finish_sections(self) -> Int64s:
+        """Fill in all sections with their padding; bytes of each message so far."""
+        written = np.zeros(len(self._counts), np.int64)
+        for section in self._sections:
+            filled = self._add_rows(section) if section.width else self._add_ranges(section)
+            padding = -filled % 8
+            self.sizes[self._cursor] = padding
+            self._cursor += 1
+            written += filled + padding
+        return written
+
+    def _add_rows(self, section: Section) -> Int64s:
+        rows = section.rows(self._leaving)
+        self._alive.append(rows)
+        filled = self._counts * section.width
+        self.addresses[self._cursor] = rows.data_ptr() + self._first * section.width
+        self.sizes[self._cursor] = filled
+        self._cursor += 1
+        return filled
+
+    def _add_ranges(self, section: Section) -> Int64s:
+        addresses, lengths = section.ranges(self._leaving)
+        slots = self._cursor[self._message] + self._place
+        self.addresses[slots], self.sizes[slots] = addresses, lengths
+        self._cursor += self._counts
+        return np.add.reduceat(lengths, self._first)
 
 
 class Arrivals:
@@ -126,18 +193,18 @@ class Arrivals:
         self._num_samples = num_samples
         self._rank = rank
 
-    def read_column(self, column: ColumnSchema, home: list[tuple[Int64s, Int64s]]) -> Column:
-        """Read the sections of one column; `home` has the home samples' ranges of each of them."""
+    def read_column(self, column: ColumnSchema, sections: list[Section], staying: Int64s) -> Column:
+        """Read the sections of one column, with the samples that stayed home from the local ones."""
         counts = self._num_samples  # entries of the next section from each source
         levels: list[torch.Tensor] = []
-        for ranges in home[:-1]:
-            levels.append(self._read(column.name, counts, 8, ranges).view(torch.int64))
+        for section in sections[:-1]:
+            levels.append(self._read(column.name, counts, 8, section, staying).view(torch.int64))
             counts = self._sums(column.name, levels[-1].numpy(), counts)
-        values = self._read(column.name, counts, column.row_bytes, home[-1])
+        values = self._read(column.name, counts, column.row_bytes, sections[-1], staying)
         return Column(values.view(column.torch_dtype).view(int(counts.sum()), *column.shape), tuple(levels))
 
-    def _read(self, name: str, counts: Int64s, entry_bytes: int, home: tuple[Int64s, Int64s]) -> torch.Tensor:
-        """Take that many entries from each source, and the home ranges as the part of this rank."""
+    def _read(self, name: str, counts: Int64s, entry_bytes: int, section: Section, staying: Int64s) -> torch.Tensor:
+        """Take that many entries from each source, and the home samples as the part of this rank."""
         counts = counts.copy()
         counts[self._rank] = 0
         too_many = counts > np.maximum(self._end - self._cursor, 0) // max(entry_bytes, 1)
@@ -146,6 +213,11 @@ class Arrivals:
             raise ProtocolError(f"stage III: column {name!r} of rank {source} is longer than the message that holds it")
         start, sizes = self._cursor.copy(), counts * entry_bytes
         self._cursor += (sizes + 7) // 8 * 8
+        if section.width:
+            rows = section.rows(staying)
+            home = np.array([rows.data_ptr()]), np.array([rows.numel()])
+        else:
+            home = section.ranges(staying)
         before, after = slice(None, self._rank), slice(self._rank + 1, None)
         addresses = np.concatenate([start[before], home[0], start[after]])
         lengths = np.concatenate([sizes[before], home[1], sizes[after]])
@@ -183,11 +255,5 @@ def unpack(
         A batch that owns its memory.
     """
     arrivals = Arrivals(received, sizes, num_samples, rank)
-    addresses, lengths = sections.ranges(staying)
-    columns: dict[str, Column] = {}
-    section = 0
-    for column in schema.columns:
-        home = [(addresses[s], lengths[s]) for s in range(section, section + column.num_levels + 1)]
-        columns[column.name] = arrivals.read_column(column, home)
-        section += column.num_levels + 1
+    columns = {column.name: arrivals.read_column(column, sections.of(column), staying) for column in schema.columns}
     return JaggedBatch(columns, int(num_samples.sum()))

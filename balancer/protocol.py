@@ -113,6 +113,7 @@ class Protocol:
         self.schema: Schema | None = None
         self.type_description: str | None = None
         self.dropped_samples = 0
+        self._digest = 0
         self._selection = selection
         self.partitioner = partitioner
         self._drop_small = drop_small
@@ -170,14 +171,20 @@ class Protocol:
         said = LocalStep(self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text)
         said.seconds_step, said.seconds = self._measured()
         if local.columns is not None:
-            schema = Schema.of(local.columns, local.type_description)
             said.batch_size = local.columns.batch_size
-            said.schema_digest, said.schema_bytes = schema.digest, len(schema.to_bytes())
+            said.schema_digest = self._digest_of(local.columns)
         return said
+
+    def _digest_of(self, columns: JaggedBatch) -> int:
+        schema = Schema.of(columns)
+        return self._digest if self.schema is not None and schema.columns == self.schema.columns else schema.digest
 
     def _hello(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
         """Agree on columns and capacity before the first step. Ranks without a batch learn the columns."""
-        work = self.transport.all_gather(encode(self._say(local, 0), 0, 0))
+        said = self._say(local, 0)
+        if local.columns is not None:
+            said.schema_bytes = len(Schema.of(local.columns, local.type_description).to_bytes())
+        work = self.transport.all_gather(encode(said, 0, 0))
         yield "hello"
         world = WorldStep(self._wait(work, "hello"), self.transport.world_size, 0, 0)
         self._check_agreement(world)
@@ -199,6 +206,7 @@ class Protocol:
 
     def _learn(self, schema: Schema) -> None:
         self.schema, self.type_description = schema, schema.type_description
+        self._digest = schema.digest
 
     def _gather_schemas(
         self, local: LocalBatch, world: WorldStep, speakers: NDArray[np.bool_]
@@ -243,7 +251,7 @@ class Protocol:
             said = self._say(local, self._capacity)
             if local.columns is not None:
                 said.items = np.array([len(local.columns[c].values) for c in local.columns.names], np.int64)
-                if said.schema_digest == self.schema.digest:
+                if said.schema_digest == self._digest:
                     payload = Sections(local.columns, self.schema).payload_bytes()
                     said.samples = self._selection.sample_words(local.columns, self.schema, payload, local.uih_lengths)
                 else:
@@ -262,7 +270,7 @@ class Protocol:
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
-        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self.schema.digest)
+        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self._digest)
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise SchemaMismatch(f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}")

@@ -23,6 +23,10 @@ class Source(Protocol):
         """Where the running epoch stands: a state that `start` goes on from with the next batch."""
         ...
 
+    def end_state(self) -> Any:
+        """How the next epoch begins, asked when the running one has ended. None: as any epoch."""
+        ...
+
 
 class StatefulSource:
     """A loader with state_dict and load_state_dict, like torchdata's StatefulDataLoader or `read_parquet`."""
@@ -38,6 +42,10 @@ class StatefulSource:
 
     def state(self) -> Any:
         """Where the running epoch stands."""
+        return self._loader.state_dict()
+
+    def end_state(self) -> Any:
+        """How the next epoch begins: at its end, such a loader's state is that (the order of a shuffle is in it)."""
         return self._loader.state_dict()
 
 
@@ -74,6 +82,10 @@ class ReplayedSource:
         """How many batches of the epoch were taken."""
         return {"taken": self._taken}
 
+    def end_state(self) -> Any:
+        """How the next epoch begins."""
+        return None
+
 
 class NodeSource:
     """A torchdata node."""
@@ -89,6 +101,10 @@ class NodeSource:
     def state(self) -> Any:
         """Where the running epoch stands."""
         return self._node.state_dict()
+
+    def end_state(self) -> Any:
+        """How the next epoch begins: a node's state at its end would give an empty epoch."""
+        return None
 
 
 def source_of(loader: Any) -> Source:

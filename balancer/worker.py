@@ -19,6 +19,7 @@ from .errors import PeerClosed, PeerFailed
 from .header import State
 from .protocol import LocalBatch, Protocol
 from .report import Report
+from .source import Source
 
 
 @dataclass
@@ -32,9 +33,10 @@ class Item:
 
 @dataclass
 class End:
-    """The last entry of the queue: the end of the data, or an error."""
+    """The last entry of the queue: the end of the data with the state that begins the next epoch, or an error."""
 
     error: BaseException | None
+    state: dict[str, Any]
 
 
 class Worker:
@@ -47,9 +49,10 @@ class Worker:
         batches: The local batches. None when the source could not be started.
         flatten: Turns a user's batch into what the protocol takes. May raise.
         restore: Turns balanced columns into a user's batch. May raise.
-        source_state: Where the source stands, for the state that goes with each batch. May raise.
+        source: What they come from; says where it stands, for the state that goes with each batch. May raise.
         prefetch: Batches to have ready ahead of the consumer.
         epoch: Number of the epoch.
+        end_state: For a rank whose data has ended before: how its source begins the next epoch.
         exhausted: Start as a rank whose data has ended.
         error: Why the source could not be started; told to all ranks.
     """
@@ -60,11 +63,12 @@ class Worker:
         batches: Iterator[Any],
         flatten: Callable[[Any], LocalBatch],
         restore: Callable[[JaggedBatch], Any],
-        source_state: Callable[[], Any],
+        source: Source,
         *,
         prefetch: int,
         epoch: int = 0,
         exhausted: bool = False,
+        end_state: Any = None,
         error: BaseException | None = None,
     ) -> None:
         self.queue: SimpleQueue[Item | End] = SimpleQueue()
@@ -72,8 +76,9 @@ class Worker:
         self._batches = batches
         self._flatten = flatten
         self._restore = restore
-        self._source_state = source_state
+        self._source = source
         self._epoch = epoch
+        self._end_state = end_state
         self._room = threading.Semaphore(prefetch)
         self._exhausted = exhausted
         self._error = error
@@ -124,7 +129,9 @@ class Worker:
             self._batches = iter(())
             if close is not None:
                 close()
-            self.queue.put(End(error))
+            self._protocol.step = 0
+            self._protocol.dropped_samples = 0
+            self.queue.put(End(error, loop_state(self._protocol, self._epoch + 1, False, self._end_state)))
 
     def _step(self) -> bool:
         """One global batch; false when no more follow."""
@@ -162,14 +169,15 @@ class Worker:
         try:
             if not (self._closing or self._exhausted):
                 batch = next(self._batches, _NO_MORE)
-                self._exhausted = batch is _NO_MORE
-                if not self._exhausted:
+                if batch is _NO_MORE:
+                    self._exhausted, self._end_state = True, copy.deepcopy(self._source.end_state())
+                else:
                     local = self._flatten(batch)
                     if not self._closing:
-                        return local, copy.deepcopy(self._source_state())
+                        return local, copy.deepcopy(self._source.state())
         except Exception as error:
             return self._failed(error), None
-        return LocalBatch(State.CLOSING if self._closing else State.EXHAUSTED), None
+        return LocalBatch(State.CLOSING if self._closing else State.EXHAUSTED), self._end_state
 
     def _failed(self, error: BaseException) -> LocalBatch:
         self._error = error
