@@ -18,7 +18,7 @@ from torch import Tensor
 from .plan import Cost, PassesOn, WorldSamples
 from .spread import spread_by_speed
 from .swaps import even_out
-from .workload import Floats, Ints, Workload, uih_length, workload
+from .workload import Floats, Ints, Workload, costliest_first, uih_length, workload
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FixedBatchSize(PassesOn):
         load = workload(self.cost, world)
         row, column = np.divmod(np.arange(world.num_samples), world.world_size)
         owner = np.empty(world.num_samples, dtype=np.int64)
-        owner[_costliest_first(load)] = np.where(row % 2 == 0, column, world.world_size - 1 - column)
+        owner[costliest_first(load.costs)] = np.where(row % 2 == 0, column, world.world_size - 1 - column)
         return owner
 
 
@@ -170,23 +170,19 @@ greedy_batch_size = GreedyBatchSize()
 home_batch_size = HomeBatchSize()
 
 
-def _costliest_first(load: Workload) -> Ints:
-    return np.argsort(-load.costs, kind="stable")
-
-
 def _deal_rows(load: Workload) -> Ints:
     """Deal rows of sorted samples by descending spread, costliest sample to least load. Shape [N]."""
     world_size, num_samples = len(load.speeds), len(load.costs)
-    order = _costliest_first(load)
-    num_rows = -(-num_samples // world_size)
-    rows = np.zeros((num_rows, world_size))
+    order = costliest_first(load.costs)
+    rows = np.zeros((-(-num_samples // world_size), world_size))
     rows.ravel()[:num_samples] = load.costs[order]
-    dealt = np.empty((num_rows, world_size), dtype=np.int64)
-    loads = np.zeros(world_size)
-    for row in np.argsort(rows[:, -1] - rows[:, 0], kind="stable").tolist():
-        ranks = loads.argsort(kind="stable")
+    dealt = np.empty(rows.shape, dtype=np.int64)
+    ranks, loads = np.arange(world_size), np.zeros(world_size)
+    for row in (rows[:, -1] - rows[:, 0]).argsort(kind="stable").tolist():
         dealt[row] = ranks
-        loads[ranks] += rows[row]
+        loads += rows[row]
+        ascending = loads.argsort(kind="stable")
+        ranks, loads = ranks[ascending], loads[ascending]
     owner = np.empty(num_samples, dtype=np.int64)
     owner[order] = dealt.ravel()[:num_samples]
     return owner
@@ -208,7 +204,7 @@ def _equal_counts_at_home(world: WorldSamples, load: Workload) -> Ints:
         np.float64
     )
     np.subtract.at(loads, owner[given], load.costs[given])
-    _fill(owner, given[np.argsort(-load.costs[given], kind="stable")], share - counts + surplus, loads, load)
+    _fill(owner, given[costliest_first(load.costs[given])], share - counts + surplus, loads, load)
     return owner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .workload import Floats, Ints, Workload
+from .workload import Floats, Ints, Workload, costliest_first
 
 _WARPS = np.exp2(np.linspace(-5, 5, 161))
 _QUANTILES = 1024
@@ -26,7 +26,7 @@ def spread_by_speed(load: Workload) -> Ints:
     num_samples, world_size = len(load.costs), len(load.speeds)
     counts = np.full(world_size, num_samples // world_size, dtype=np.int64)
     counts[np.argsort(-load.speeds, kind="stable")[: num_samples % world_size]] += 1
-    order = np.argsort(-load.costs, kind="stable")
+    order = costliest_first(load.costs)
     rank = np.repeat(np.arange(world_size), counts)
     turn = np.arange(num_samples) - np.repeat(np.cumsum(counts) - counts, counts)
     zigzag = np.where(turn % 2 == 0, rank, world_size - 1 - rank)

@@ -13,7 +13,7 @@ from .cut import exact_cut, prefix_cut
 from .metrics import rank_loads
 from .plan import Cost, PassesOn, WorldSamples
 from .speeds import RankSpeeds
-from .workload import RankCost, uih_length, workload
+from .workload import RankCost, costliest_first, uih_length, workload
 
 
 class VariableBatchSize(PassesOn):
@@ -76,7 +76,7 @@ class VariableBatchSize(PassesOn):
         if self.autotune:
             self._learn(world)
             speeds = self._speeds.of(world)
-        order = np.argsort(-load.costs, kind="stable")
+        order = costliest_first(load.costs)
         cuts = (exact_cut if self.cut == "exact" else prefix_cut)(load.costs[order], speeds)
         owner = np.empty(world.num_samples, dtype=np.int64)
         owner[order] = np.repeat(np.arange(world.world_size), np.diff(cuts))

@@ -80,3 +80,17 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
     if isinstance(cost, RankCost):
         return Workload(costs, cost.speeds(world).double().numpy(), float(cost.overhead(world)))
     return Workload(costs, np.ones(world.world_size))
+
+
+def costliest_first(costs: Floats) -> Ints:
+    """Order of samples by descending cost, ties by index. Shape [N].
+
+    Costs that float32 holds exactly (lengths below 2**24, rounded costs) are sorted by radix, 16 bits at a time,
+    several times faster than by comparison: the bits of non-negative floats rise with their values.
+    """
+    single = costs.astype(np.float32)
+    if not (single == costs).all():
+        return np.argsort(-costs, kind="stable")
+    bits = ~(single + np.float32(0)).view(np.uint32)  # + 0: minus zero is zero
+    order = np.argsort(bits.astype(np.uint16), kind="stable")
+    return order[np.argsort((bits[order] >> 16).astype(np.uint16), kind="stable")]
