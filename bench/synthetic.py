@@ -1,8 +1,8 @@
 """A heavy-tailed, learnable training set in a Parquet file (shape of its lengths: paper, Figure 2).
 
-Lengths are lognormal with median 6,000 and sigma 0.9, cut at 21,000: with them sparsity rises with the cut up
-to about 16,000 and then flattens, as the paper measured. `length_scale` shrinks median and cut alike, so a CPU
-can train on the same shape: sparsity and imbalance do not change with it.
+Lengths are lognormal with median 6,000 and sigma 0.9, cut at 21,000: with them sparsity rises with the cut
+up to about 16,000 and then flattens, as the paper measured. `length_scale` shrinks median and cut alike, so a
+CPU can train on the same shape: sparsity and imbalance do not change with it.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ def _samples(num_samples: int, random: np.random.Generator, length_scale: float)
     topics = random.integers(NUM_TOPICS, size=num_samples)
     lengths = lognormal_lengths(num_samples, random, length_scale=length_scale)
     history = _pages(np.repeat(topics, lengths), random)
-    times = np.arange(len(history)) - np.repeat(
-        np.cumsum(lengths) - lengths, lengths
-    )  # 0, 1, … in each history
+    times = np.arange(len(history)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # 0, 1, … in each history
     counts = random.integers(2, 9, size=num_samples)
     first = np.cumsum(counts) - counts
     positive = first + random.integers(counts)
@@ -148,6 +146,4 @@ def _editors(candidates: NDArray[np.int64], random: np.random.Generator) -> pa.A
 
 def _lists(lengths: NDArray[np.int64], values: NDArray[np.generic] | pa.Array) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), values if isinstance(values, pa.Array) else pa.array(values)
-    )
+    return pa.ListArray.from_arrays(pa.array(offsets), values if isinstance(values, pa.Array) else pa.array(values))

@@ -1,0 +1,247 @@
+"""`python -m freescale.bench.demo`: trains on several ranks without and with balancing (paper, section 5.1)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import Progress
+
+from .demo_rank import Settings
+from .demo_report import compute_seconds, largest_difference, losses, print_report, summarise, warm_up
+from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch, tracebacks
+from .partitioners import BUILT_IN, load_partitioner
+from .roles import Roles, infer_roles
+from .synthetic import write_synthetic
+from .timeline import draw_timelines
+
+_TOKENS_PER_RANK = 12_000  # of a step, when the batch size is left to us
+_LARGEST_BATCH = 512
+_LOSS_TOLERANCE = 1e-3
+
+_EPILOG = """\
+examples:
+  python -m freescale.bench.demo
+  python -m freescale.bench.demo edits.parquet --ranks 2 --partitioner home_batch_size
+  python -m freescale.bench.demo clicks.parquet --uih history --candidates shown --label clicked
+  python -m freescale.bench.demo --partitioner my_module:my_partitioner --json demo.json
+
+columns of DATA, unless named: the history is the list of integers whose name holds uih, hist or seq, else the
+longest; the label is the list whose name holds label, click or target; the candidates are a list of integers
+as long as the label in every row. Without candidates and label, the task is to tell the last item of a history.
+All columns travel with their samples.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Args:
+        arguments: Command line without the program; the process's own by default.
+
+    Returns:
+        Exit status: 0, 1 when a rank failed or the losses differ, 2 for a mistake in the arguments.
+    """
+    options = _parser().parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        refuse_inside_a_launch()
+        load_partitioner(options.partitioner)
+        options.output.mkdir(parents=True, exist_ok=True)
+        settings = _prepare(options, console)
+    except (ValueError, OSError, LaunchError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            runs = _train(settings, options.ranks, Path(folder), console)
+        except LaunchError as error:
+            log = options.output / "demo_errors.log"
+            log.write_text(f"{error}\n\n{tracebacks(Path(folder))}")
+            sys.stderr.write(f"error: {error}\n(more in {log})\n")
+            return 1
+    print_report(console, runs, len(os.sched_getaffinity(0)))
+    _write(options, settings, runs, console)
+    if not largest_difference(runs) <= _LOSS_TOLERANCE:
+        sys.stderr.write(
+            f"error: the loss curves are more than {_LOSS_TOLERANCE} apart; balancing changed the training\n"
+        )
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.demo",
+        description="Train a small sequence model on several ranks, first as a DataLoader gives the batches, then "
+        "balanced; print both side by side and draw the ranks' timelines.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("data", nargs="?", metavar="DATA", help="Parquet file; without one, a heavy-tailed set is generated")
+    add("--data", dest="named_data", metavar="DATA", help="the same, by name")
+    add("--ranks", type=_count, default=4, help="processes (default 4)")
+    add("--steps", type=_count, default=72, help="steps of each run (default 72)")
+    add("--batch-size", type=_count, help="samples a rank loads in a step (default: about 12,000 tokens)")
+    add("--partitioner", default="greedy_batch_size", help=f"{', '.join(BUILT_IN)}, or module:function")
+    add("--transport", choices=TRANSPORTS, default="mpi", help="mpi (default), or process_group (torchrun, gloo)")
+    add("--uih", metavar="COLUMN", help="the history: lists of integers")
+    add("--candidates", metavar="COLUMN", help="what is scored: lists of integers")
+    add("--label", metavar="COLUMN", help="over 0 for candidates that were taken: as long as the candidates")
+    add("--columns", metavar="A,B,…", help="columns to read (default all)")
+    add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
+    add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
+    add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_count.__name__ = "count of at least 1"  # argparse: "invalid count of at least 1 value: '0'"
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def _prepare(options: argparse.Namespace, console: Console) -> Settings:
+    """Find or make the data, choose roles and batch size, and say so."""
+    given = options.named_data or options.data
+    if given is None:
+        batch_size = options.batch_size or 24
+        path = _synthetic(options, batch_size, console)
+    else:
+        path = _readable(Path(given), options, console)
+    roles = infer_roles(path, options.uih, options.candidates, options.label)
+    if given is not None:
+        fitting = round(_TOKENS_PER_RANK / max(roles.mean_length, 1))
+        batch_size = options.batch_size or min(max(fitting, 1), _LARGEST_BATCH)
+    columns = options.columns.split(",") if options.columns else None
+    _check_columns(columns, roles, path)
+    console.print(f"data {path}: {pq.read_metadata(path).num_rows:,} rows, {roles.mean_length:,.0f} tokens on average")
+    console.print(f"columns: {roles.describe()}")
+    console.print(
+        f"{options.ranks} ranks over {options.transport}, {batch_size} samples each a step, {options.partitioner}\n"
+    )
+    return Settings(
+        str(path), columns, roles, options.steps, batch_size, options.partitioner, options.transport, options.seed
+    )
+
+
+def _synthetic(options: argparse.Namespace, batch_size: int, console: Console) -> Path:
+    """Generate the set unless an earlier run left it: as many samples as one run trains on."""
+    num_samples = options.ranks * options.steps * batch_size
+    num_row_groups = options.ranks * max(1, options.steps // 12)
+    path: Path = options.output / f"synthetic-{num_samples}-{num_row_groups}-{options.seed}.parquet"
+    if not path.exists():
+        with _progress(console) as progress:
+            task = progress.add_task("generating data", total=num_samples)
+            write_synthetic(
+                path, num_samples, num_row_groups, options.seed, advance=lambda n: progress.advance(task, n)
+            )
+    return path
+
+
+def _readable(path: Path, options: argparse.Namespace, console: Console) -> Path:
+    """Check a user's file; one with fewer row groups than ranks is copied into as many, since ranks read those."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    try:
+        metadata = pq.read_metadata(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    if metadata.num_row_groups >= options.ranks:
+        return path
+    if metadata.num_rows < options.ranks:
+        raise ValueError(f"{path} must have a row for each of {options.ranks} ranks, it has {metadata.num_rows}")
+    copy: Path = options.output / f"{path.stem}-{options.ranks}-row-groups.parquet"
+    console.print(f"{path} has {metadata.num_row_groups} row group(s), fewer than ranks; copied to {copy}")
+    size = metadata.num_rows // options.ranks
+    with pq.ParquetFile(path) as file, pq.ParquetWriter(copy, file.schema_arrow) as writer:
+        for batch in file.iter_batches(batch_size=size):
+            writer.write_batch(batch, row_group_size=size)
+    return copy
+
+
+def _check_columns(columns: list[str] | None, roles: Roles, path: Path) -> None:
+    if columns is None:
+        return
+    used = [roles.uih, *roles.uih_sides, roles.candidates, roles.label, *roles.contents]
+    missing = [n for n in used if n is not None and n not in columns]
+    unknown = [n for n in columns if n not in pq.read_schema(path).names]
+    if missing or unknown:
+        what = f"lacks {', '.join(missing)}, which the model reads" if missing else f"has unknown {', '.join(unknown)}"
+        raise ValueError(f"--columns {what}")
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def _train(settings: Settings, num_ranks: int, folder: Path, console: Console) -> dict[str, Any]:
+    """Run the ranks and return what they measured."""
+    path = folder / "settings.json"
+    settings.save(path)
+    with _progress(console) as progress:
+        tasks = {
+            run: progress.add_task(title, total=settings.num_steps)
+            for run, title in (("as_loaded", "training as loaded"), ("balanced", "training balanced"))
+        }
+
+        def show(line: str) -> None:
+            if line.startswith('{"run"'):
+                said = json.loads(line)
+                title = f"training {said['run'].replace('_', ' ')}, loss {said['loss']:.3f}"
+                progress.update(tasks[said["run"]], advance=1, description=title)
+            else:
+                console.print(line.rstrip(), markup=False)
+
+        launch(settings.transport, num_ranks, "freescale.bench.demo_rank", path, show)
+    runs: dict[str, Any] = json.loads((folder / "runs.json").read_text())
+    return runs
+
+
+def _progress(console: Console) -> Progress:
+    """Make a progress bar that shows on terminals only."""
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any], console: Console) -> None:
+    """Write the picture, and the measurements when asked for."""
+    picture = options.output / "demo.png"
+    draw_timelines(
+        picture,
+        compute_seconds(runs["as_loaded"]),
+        compute_seconds(runs["balanced"]),
+        {"as loaded": losses(runs["as_loaded"]), "balanced": losses(runs["balanced"])},
+        skipped=warm_up(settings.num_steps),
+    )
+    console.print(f"\ntimelines: {picture}")
+    if options.json is not None:
+        everything = {
+            "settings": asdict(settings),
+            "ranks": options.ranks,
+            "summary": {name: summarise(run) for name, run in runs.items()},
+            "largest_loss_difference": largest_difference(runs),
+            "runs": runs,
+        }
+        options.json.write_text(json.dumps(everything, indent=1))
+        console.print(f"measurements: {options.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Sums up the two runs of the demo and prints them side by side (paper, sections 2.2 and 5.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..balancer.metrics import straggler_percentage
+
+WARM_UP_STEPS = 3
+TITLES = {"as_loaded": "as loaded", "balanced": "balanced"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def warm_up(num_steps: int) -> int:
+    """Steps left out of the figures: `WARM_UP_STEPS`, but at least one step counts."""
+    return min(WARM_UP_STEPS, num_steps - 1)
+
+
+def compute_seconds(run: dict[str, Any]) -> Tensor:
+    """Compute seconds of a run after warm-up. Shape [steps, world_size], float64."""
+    return _measured(run, "compute")
+
+
+def summarise(run: dict[str, Any]) -> dict[str, float]:
+    """Boil a run down to figures, without the warm-up.
+
+    Args:
+        run: What `demo_rank.MEASURES` names, each a list of steps of lists of ranks.
+
+    Returns:
+        Figures by name; units are in the names. Seconds of a step are those of its slowest rank.
+    """
+    compute = compute_seconds(run)
+    step_seconds = compute.amax(1).sum().item()
+    tokens = _measured(run, "tokens")
+    waited, wall = _measured(run, "waited").sum().item(), _measured(run, "wall").sum().item()
+    sent, total = _measured(run, "bytes_sent"), _measured(run, "bytes_total")
+    return {
+        "tokens_mean": tokens.mean().item(),
+        "tokens_least": tokens.amin(1).mean().item(),
+        "tokens_most": tokens.amax(1).mean().item(),
+        "compute_ms": 1e3 * compute.mean().item(),
+        "step_ms": 1e3 * step_seconds / len(compute),
+        "straggler_percent": straggler_percentage(compute),
+        "samples_per_s": _measured(run, "samples").sum().item() / step_seconds,
+        "waited_s": waited / compute.shape[1],
+        "waited_percent": 100 * waited / wall,
+        "wall_s": wall / compute.shape[1],
+        "shuffled_mb_per_step": sent.sum().item() / len(compute) / 1e6,
+        "shuffled_percent": 100 * sent.sum().item() / max(1.0, total[:, 0].sum().item()),
+        "final_loss": sum(losses(run)[-5:]) / len(losses(run)[-5:]),
+    }
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    """Loss of every global batch, warm-up included."""
+    return [ranks[0] for ranks in run["loss"]]
+
+
+def largest_difference(runs: dict[str, Any]) -> float:
+    """Tell how far the loss curves are apart where they are furthest; NaN if a loss is."""
+    pairs = zip(losses(runs["as_loaded"]), losses(runs["balanced"]), strict=True)
+    differences = [abs(a - b) for a, b in pairs]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def print_report(console: Console, runs: dict[str, Any], num_cores: int) -> None:
+    """Print the table, the loss curves, and what was measured and what computed."""
+    figures = {name: summarise(run) for name, run in runs.items()}
+    num_steps, world_size = compute_seconds(runs["balanced"]).shape
+    console.print(_table(figures, f"{world_size} ranks, {num_steps} steps after warm-up"))
+    faster = figures["balanced"]["samples_per_s"] / figures["as_loaded"]["samples_per_s"]
+    console.print(f"Balanced batches train [bold]{faster:.2f}[/bold] times as many samples a second.\n")
+    both = [loss for run in runs.values() for loss in losses(run)]
+    for name, run in runs.items():
+        curve = losses(run)
+        line = sparkline(curve, min(both), max(both))
+        console.print(f"loss {TITLES[name]:<10} {curve[0]:.3f} {line} {curve[-1]:.3f}")
+    console.print(f"largest difference of the loss curves: {largest_difference(runs):.1e} (order of summation)\n")
+    console.print(
+        f"[dim]Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since ranks "
+        f"may share cores ({num_cores} here, {world_size} ranks); seconds in next(loader) by the wall clock, as the "
+        "ranks run here. Computed: a step lasts as long as its slowest rank, as with a core for each rank; the "
+        "others wait for the difference; samples/s follow from these steps. The exchange of gradients is left "
+        "out.[/dim]",
+    )
+
+
+def sparkline(values: Sequence[float], low: float, high: float, width: int = 48) -> str:
+    """Draw a curve in one line of text, `width` characters or one a value.
+
+    Example:
+        >>> sparkline([3.0, 2.0, 1.0], 1.0, 3.0)
+        '█▅▁'
+    """
+    bins = min(width, len(values))
+    edges = [round(i * len(values) / bins) for i in range(bins + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, max(0, round(7.4 * (m - low) / span)))] for m in means if math.isfinite(m))
+
+
+def _table(figures: dict[str, dict[str, float]], title: str) -> Table:
+    rows = (
+        ("tokens per rank and step", "{tokens_mean:,.0f}"),
+        ("  least … most loaded rank", "{tokens_least:,.0f} … {tokens_most:,.0f}"),
+        ("compute per rank and step", "{compute_ms:.1f} ms"),
+        ("a step (its slowest rank)", "{step_ms:.1f} ms"),
+        ("straggler percentage", "{straggler_percent:.1f} %"),
+        ("samples/s", "{samples_per_s:,.0f}"),
+        ("trainer waited for loader", "{waited_s:.3f} s ({waited_percent:.2f} %)"),
+        ("bytes shuffled per step", "{shuffled_mb_per_step:.2f} MB ({shuffled_percent:.0f} %)"),
+        ("loss, last five steps", "{final_loss:.4f}"),
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in figures:
+        table.add_column(TITLES[name], justify="right")
+    for label, form in rows:
+        style = "bold" if label == "straggler percentage" else None
+        table.add_row(label, *(form.format(**f) for f in figures.values()), style=style)
+    return table
+
+
+def _measured(run: dict[str, Any], name: str) -> Tensor:
+    values = torch.tensor(run[name], dtype=torch.float64)
+    return values[warm_up(len(values)) :]

@@ -1,0 +1,143 @@
+"""Draws what ranks do in a few steps before and after balancing, and the loss of both runs (paper, Figures 1 and 8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..balancer.metrics import straggler_percentage
+
+_COMPUTE, _COMPUTE_NEXT, _WAIT, _INK = "#2f6fb0", "#7fb0de", "#d4d4d4", "#222222"
+
+
+def draw_timelines(
+    path: Path,
+    seconds_before: Tensor,
+    seconds_after: Tensor,
+    losses: dict[str, list[float]],
+    num_shown: int = 6,
+    skipped: int = 0,
+) -> None:
+    """Write a picture: one row a rank, compute coloured, waiting grey, as loaded over balanced; losses below.
+
+    A step starts when the slowest rank has finished the one before. The steps shown are those consecutive ones whose
+    waiting, as loaded, is closest to that of the whole run.
+
+    Args:
+        path: PNG file to write.
+        seconds_before: Compute seconds as loaded. Shape [steps, world_size].
+        seconds_after: The same, balanced.
+        losses: For each run the loss of every step, those skipped too.
+        num_shown: Steps to show.
+        skipped: Steps before the first of `seconds_before`, for the numbers on the axes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = typical_window(seconds_before, num_shown)
+    shown = slice(first, first + num_shown)
+    figure, (before, after, loss) = pyplot.subplots(
+        3, 1, figsize=(11, 9), height_ratios=(3, 3, 2.2), layout="constrained"
+    )
+    right = 1e3 * seconds_before[shown].amax(1).sum().item()
+    panels = (
+        (before, "As the DataLoader gives the batches", seconds_before),
+        (after, "Balanced", seconds_after),
+    )
+    for axes, title, seconds in panels:
+        width = 1e3 * seconds[shown].amax(1).sum().item()
+        _draw_ranks(axes, 1e3 * seconds[shown], skipped + first)
+        axes.set_xlim(0, 1.02 * max(right, width))
+        axes.set_title(
+            f"{title}: ranks wait {straggler_percentage(seconds):.1f} % of the time "
+            f"({straggler_percentage(seconds[shown]):.1f} % in the steps shown)",
+            loc="left",
+            fontweight="bold",
+        )
+    _mark_saving(after, 1e3 * seconds_after[shown].amax(1).sum().item(), right)
+    _draw_losses(loss, losses)
+    _add_legend(figure)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def typical_window(seconds: Tensor, num_shown: int) -> int:
+    """First of the consecutive steps whose waiting is closest to that of the whole run.
+
+    Args:
+        seconds: Compute seconds. Shape [steps, world_size].
+        num_shown: Steps in a window; with fewer steps than that, the window starts at 0.
+
+    Example:
+        >>> import torch
+        >>> typical_window(torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 1.0], [2.0, 1.0]]), 2)
+        1
+    """
+    windows = range(max(1, len(seconds) - num_shown + 1))
+    overall = straggler_percentage(seconds)
+    return min(windows, key=lambda i: abs(straggler_percentage(seconds[i : i + num_shown]) - overall))
+
+
+def _draw_ranks(axes: Any, milliseconds: Tensor, first_step: int) -> None:
+    """Draw bars for every rank and step. Milliseconds of shape [steps, world_size]."""
+    num_steps, world_size = milliseconds.shape
+    durations = milliseconds.amax(1)
+    starts = durations.cumsum(0) - durations
+    for rank in range(world_size):
+        busy = milliseconds[:, rank]
+        bars = list(zip(starts.tolist(), busy.tolist(), strict=True))
+        idle = list(zip((starts + busy).tolist(), (durations - busy).tolist(), strict=True))
+        colours = [_COMPUTE if i % 2 == 0 else _COMPUTE_NEXT for i in range(num_steps)]
+        axes.broken_barh(bars, (rank - 0.36, 0.72), facecolors=colours)
+        axes.broken_barh(idle, (rank - 0.36, 0.72), facecolors=_WAIT)
+    for index, (start, duration) in enumerate(zip(starts.tolist(), durations.tolist(), strict=True)):
+        axes.axvline(start + duration, color=_INK, linewidth=0.8)
+        axes.text(start + duration / 2, -0.5, f"step {first_step + index}", ha="center", va="bottom", fontsize=8)
+    axes.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
+    axes.set_ylim(world_size - 0.45, -0.95)
+    axes.set_xlabel("milliseconds, each rank on a core of its own (measured in CPU time)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _mark_saving(axes: Any, ends: float, ended: float) -> None:
+    """Show how much sooner the same steps are done, where there is room for it."""
+    if ended <= ends:
+        return
+    axes.axvline(ended, color=_INK, linewidth=0.8, linestyle=":")
+    middle = axes.get_ylim()[0] / 2 - 0.25
+    axes.annotate("", (ends, middle), (ended, middle), arrowprops={"arrowstyle": "<->", "color": _INK})
+    axes.text(
+        (ends + ended) / 2,
+        middle - 0.1,
+        f"{100 * (1 - ends / ended):.0f} %\nsooner",
+        ha="center",
+        va="bottom",
+        fontsize=9,
+    )
+
+
+def _draw_losses(axes: Any, losses: dict[str, list[float]]) -> None:
+    """Draw the curves over each other: the second is dashed, so that both show where they coincide."""
+    styles = (("-", 3.5, _COMPUTE_NEXT), ("--", 1.3, _INK))
+    for (label, values), (style, width, colour) in zip(losses.items(), styles, strict=True):
+        axes.plot(values, style, linewidth=width, color=colour, label=label)
+    apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+    axes.set_title(f"Loss of the global batch: the same in both runs (largest difference {apart:.1e})", loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean loss of a candidate")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def _add_legend(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=_COMPUTE, label="computing (shades tell steps apart)"),
+        Patch(color=_WAIT, label="waiting for the slowest rank"),
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
