@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .arrow import FillValue, column_to_arrow, table_columns
-from .column import Column, ColumnSpec, checked_column, empty_column
+from .column import Column, ColumnSpec, as_bytes, checked_column, empty_column
 from .convert import (
     WEIGHTS,
     jagged_tensor,
@@ -77,7 +77,16 @@ class JaggedBatch:
         batch = cls.__new__(cls)
         batch._columns = columns
         batch.batch_size = batch_size
+        _announce_to_torchrec()
         return batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # values travel as bytes: torch 2.13 cannot unpickle tensors of the unsigned and the float8 types
+        columns = [
+            (name, as_bytes(c.values), c.values.dtype, tuple(c.values.shape), c.levels)
+            for name, c in self._columns.items()
+        ]
+        return _unpickled, (columns, self.batch_size)
 
     @classmethod
     def empty(cls, schema: Mapping[str, ColumnSpec]) -> JaggedBatch:
@@ -303,6 +312,14 @@ class JaggedBatch:
             return Column(function(column.values), tuple(map(function, column.levels)))
 
         return self._map(move, self.batch_size)
+
+
+def _unpickled(columns: list[tuple[Any, ...]], batch_size: int) -> JaggedBatch:
+    made = {
+        name: Column(rows.view(dtype).view(shape) if rows.numel() else rows.new_empty(shape, dtype=dtype), levels)
+        for name, rows, dtype, shape, levels in columns
+    }
+    return JaggedBatch._of_checked(made, batch_size)
 
 
 def _check_alike(columns: Mapping[str, Column], batch_size: int) -> None:

@@ -65,31 +65,25 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self._fill_value, self._use_threads = fill_value, use_threads
         self._groups: list[_RowGroup] = []
         self._files: list[list[Any]] = []
-        self._schema: Any = None
         self.names: tuple[str, ...] = () if columns is None else tuple(columns)
-        for file in self.paths:
-            self._add_file(file, read_all=columns is None)
-        empty = self._schema.empty_table()
-        JaggedBatch.from_arrow(empty)  # types that are no column are refused before anything is read
+        schemas = [self._add_file(file, read_all=columns is None) for file in self.paths]
+        for file, schema in zip(self.paths, schemas, strict=True):
+            _check_same_types(file, schema, self.paths[0], schemas[0])
+        JaggedBatch.from_arrow(schemas[0].empty_table())  # types that are no column are refused before anything is read
         self._epoch, self._group, self._row, self._rows_read = 0, 0, 0, 0
         self._under_way = False
         self._newest: object = None
 
-    def _add_file(self, path: str, read_all: bool) -> None:
+    def _add_file(self, path: str, read_all: bool) -> pa.Schema:
         with _opened(path) as file:
             schema, metadata = file.schema_arrow.remove_metadata(), file.metadata
-        if read_all and self._schema is None:
+        if read_all and not self._files:
             self.names = tuple(schema.names)
         check_names(list(self.names), schema.names, path)
-        chosen = pa.schema([schema.field(name).remove_metadata() for name in self.names])
-        if self._schema is None:
-            self._schema = chosen
-        for first, here in zip(self._schema, chosen, strict=True):
-            if first.type != here.type:
-                raise ValueError(f"column {here.name!r} is {here.type} in {path}, {first.type} in {self.paths[0]}")
         self._files.append([os.path.basename(path), metadata.num_rows, metadata.num_row_groups])
         for index in range(metadata.num_row_groups):
             self._groups.append(_RowGroup(path, index, metadata.row_group(index).num_rows))
+        return pa.schema([schema.field(name) for name in self.names])
 
     def _share(self, epoch: int) -> list[_RowGroup]:
         """Row groups of this rank (and DataLoader worker) in an epoch, in order."""
@@ -232,6 +226,12 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self._group, self._row = int(state["group"]), int(state["row"])
         self._rows_read = int(state["rows_read"])
         self._newest = None
+
+
+def _check_same_types(path: str, schema: pa.Schema, first_path: str, first: pa.Schema) -> None:
+    for here, there in zip(schema, first, strict=True):
+        if here.type != there.type:
+            raise ValueError(f"column {here.name!r} is {here.type} in {path}, {there.type} in {first_path}")
 
 
 def _first_difference(there: Any, here: list[list[Any]]) -> str:
