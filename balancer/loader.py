@@ -94,7 +94,7 @@ class BalancedLoader(Generic[T]):
         self.dataloader = dataloader
         self.last_report: Report | None = None
         self._source: Source = source_of(dataloader)
-        self._transport = transport.channel("balancer")
+        self._transport = transport.channel("balancer", check_sizes=False)
         self._partitioner = partitioner
         self._measure_lengths = lengths if callable(lengths) else None
         names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
@@ -275,7 +275,7 @@ class BalancedLoader(Generic[T]):
         self._epoch, self._state, self._next = state["epoch"], None, state
 
     def _hand_out(self, report: Report, state: dict[str, Any]) -> None:
-        previous = self.last_report
+        previous, self.last_report, self._state = self.last_report, report, state
         unread = previous is not None and not previous.scale_was_read and len(set(previous.batch_sizes)) > 1
         if previous is not None and unread and not self._warned:
             self._warned = True
@@ -284,8 +284,6 @@ class BalancedLoader(Generic[T]):
                 "and report.loss_scale() was not read: gradients averaged over ranks are then not those of the mean",
                 stacklevel=4,
             )
-        self.last_report = report
-        self._state = state
 
 
 balance = BalancedLoader
