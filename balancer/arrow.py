@@ -227,9 +227,11 @@ def _text(array: Any, fill: FillValue) -> Column:
 
 def _extension(name: str, array: Any, fill: FillValue) -> Column:
     column = _column(name, array.storage, fill)
-    if isinstance(array.type, pa.FixedShapeTensorType) and array.type.permutation is None:
-        return Column(column.values.view(len(array), *array.type.shape))
-    return column
+    if not isinstance(array.type, pa.FixedShapeTensorType):
+        return column
+    values = column.values.view(len(array), *array.type.shape)  # shape in memory; the permutation makes it logical
+    order = array.type.permutation or range(values.dim() - 1)
+    return Column(values.permute(0, *(1 + i for i in order)))
 
 
 def column_to_arrow(name: str, column: Column, text: bool = False) -> Any:
@@ -249,7 +251,7 @@ def column_to_arrow(name: str, column: Column, text: bool = False) -> Any:
             raise ValueError(f"column {name!r} is {column.spec}; only jagged uint8 columns can be text")
         lengths = levels.pop()
         buffers = [None, _buffer(_offsets(lengths)), _buffer(values)]
-        array = pa.LargeStringArray.from_buffers(pa.large_string(), len(lengths), buffers)
+        array = pa.Array.from_buffers(pa.large_string(), len(lengths), buffers)
     else:
         array = _flat_array(name, values)
         for size in reversed(values.shape[1:]):
