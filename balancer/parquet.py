@@ -82,7 +82,9 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         check_names(list(self.names), schema.names, path)
         self._files.append([os.path.basename(path), metadata.num_rows, metadata.num_row_groups])
         for index in range(metadata.num_row_groups):
-            self._groups.append(_RowGroup(path, index, metadata.row_group(index).num_rows))
+            num_rows = metadata.row_group(index).num_rows
+            if num_rows:  # an empty one would take a rank's turn
+                self._groups.append(_RowGroup(path, index, num_rows))
         return pa.schema([schema.field(name) for name in self.names])
 
     def _share(self, epoch: int) -> list[_RowGroup]:
