@@ -49,10 +49,15 @@ def take_ranges(rows: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         copied = gather_ranges(rows.data_ptr() + starts.numpy() * row, sizes.numpy() * row)
         return copied.view(rows.dtype).view(-1, *rows.shape[1:])
+    return _index(rows, range_indices(starts, sizes))
+
+
+def range_indices(starts: Tensor, sizes: Tensor) -> Tensor:
+    """List every row of some ranges, one range after the other. Shape [sizes.sum()], int64. Synchronises."""
     ends = sizes.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     index = torch.repeat_interleave(starts - (ends - sizes), sizes, output_size=total)
-    return _index(rows, index + torch.arange(total, device=rows.device))
+    return index + torch.arange(total, device=starts.device)
 
 
 def _take_rows(rows: Tensor, indices: Tensor) -> Tensor:

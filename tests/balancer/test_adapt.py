@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch import Tensor
+
 from freescale.balancer.adapt import adapter_for, adapter_from
 from freescale.balancer.batch import Column, JaggedBatch
-from torch import Tensor
 
 ORDER = [2, 0, 0, 1]
 

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from freescale.balancer.batch import Column, JaggedBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from freescale.balancer.batch import Column, JaggedBatch
 
 
 def column(array: Any, fill_value: Any = None) -> Column:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from freescale.balancer.batch import Column, JaggedBatch
-from freescale.balancer.column import ColumnSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+from freescale.balancer.batch import Column, JaggedBatch
+from freescale.balancer.column import ColumnSpec, as_bytes
+from freescale.balancer.select import range_indices, take_ranges
 
 DTYPES = [
     torch.bool,
@@ -223,6 +225,19 @@ def test_concat_and_split_undo_each_other(data: st.DataObject) -> None:
     again = joined.split([len(part) for part in parts])
     assert all(a.equal(b) for a, b in zip(again, parts, strict=True))
     assert JaggedBatch.concat(again).equal(joined)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=6), st.sampled_from(DTYPES))
+def test_ranges_are_copied_on_the_host_as_a_device_indexes_them(
+    ranges: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    starts, sizes = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).unbind(1)
+    by_hand = [row for start, size in ranges for row in range(start, start + size)]
+    assert range_indices(starts, sizes).tolist() == by_hand
+    rows = random_values(15, dtype, (3,))
+    copied = take_ranges(rows, starts, sizes)
+    assert as_bytes(copied).tolist() == [as_bytes(rows)[row].tolist() for row in by_hand]
 
 
 def test_taken_samples_have_memory_of_their_own_and_split_ones_share() -> None:

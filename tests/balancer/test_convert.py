@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from freescale.balancer.batch import Column, JaggedBatch
 
 torchrec = pytest.importorskip("torchrec")

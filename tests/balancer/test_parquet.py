@@ -13,9 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
+
 from freescale.balancer.batch import JaggedBatch
 from freescale.balancer.parquet import ParquetSource, read_parquet
-from torch.utils.data import DataLoader
 
 FILES = {"a.parquet": (23, 7), "b.parquet": (5, 5), "c.parquet": (0, 1), "d.parquet": (17, 3)}  # rows, rows in a group
 NUM_ROWS = sum(rows for rows, _ in FILES.values())
