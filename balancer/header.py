@@ -113,7 +113,7 @@ def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
     body[:_TEXT_WORDS].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
     if len(local.items):
         body[_TEXT_WORDS : _TEXT_WORDS + num_columns] = local.items
-    if local.batch_size <= local.capacity:
+    if 0 < local.batch_size <= local.capacity:
         samples = body[_TEXT_WORDS + num_columns :].reshape(local.capacity, _BASE_WORDS + num_gathered)
         samples[: local.batch_size] = local.samples
     return torch.from_numpy(message)

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -71,7 +71,7 @@ class BalancedLoader(Generic[T]):
 
     def __init__(
         self,
-        dataloader: Any,
+        dataloader: Iterable[T],
         transport: Transport,
         lengths: Lengths,
         partitioner: Partitioner = greedy_batch_size,
@@ -103,7 +103,7 @@ class BalancedLoader(Generic[T]):
         asked = (*getattr(partitioner, "gather", ()), *gather)
         self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)))
         self._jagged = dict(jagged or {})
-        self._adapter: Adapter | None = None
+        self._adapter: Adapter[Any] | None = None
         if example is not None:
             self._adapter = adapter_for(example, jagged=self._jagged)
         self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
@@ -126,7 +126,7 @@ class BalancedLoader(Generic[T]):
 
     def __len__(self) -> int:
         """Batches of the wrapped loader on this rank. An epoch has as many steps as the rank with the most."""
-        return len(self.dataloader)
+        return len(self.dataloader)  # type: ignore[arg-type]  # as for any loader: TypeError when it has no length
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "dataloader":
@@ -263,6 +263,9 @@ class BalancedLoader(Generic[T]):
         missing = set(self._fresh_state()) - set(state)
         if missing:
             raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
+        for name in ("step", "epoch", "dropped_samples"):
+            if not isinstance(state[name], int) or not 0 <= state[name] < 1 << 62:
+                raise ValueError(f"state: {name} must be an integer of at least 0, got {state[name]!r}")
         self.close()
         self._loaded = copy.deepcopy(dict(state))
         self._epoch = self._loaded["epoch"]

@@ -41,7 +41,7 @@ class BalancerNode(BaseNode[Any]):
         drop_small: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torchdata
         self.loader: BalancedLoader[Any] = BalancedLoader(
             source_node,
             transport,

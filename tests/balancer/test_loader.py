@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,6 +26,7 @@ from freescale.balancer import (
 from freescale.balancer.batch import Column
 from freescale.transport import Transport, TransportError, connect
 
+from rank_threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
 
@@ -74,7 +74,9 @@ def all_ids(num_batches: list[int], size: int = 8) -> Counter[int]:
 
 def collect(num_batches: list[int], size: int = 8, **options: Any) -> Callable[[Transport], list[list[int]]]:
     def run(transport: Transport) -> list[list[int]]:
-        loader = balance(Batches(transport.rank, num_batches[transport.rank], size), transport, "features.uih", **options)
+        loader = balance(
+            Batches(transport.rank, num_batches[transport.rank], size), transport, "features.uih", **options
+        )
         return [ids_of(batch) for batch in loader]
 
     return run
@@ -82,7 +84,7 @@ def collect(num_batches: list[int], size: int = 8, **options: Any) -> Callable[[
 
 @pytest.mark.parametrize("num_batches", [[5], [5, 3, 4, 0], [0, 0, 2], [0, 0], [1, 7]])
 def test_ranks_that_run_out_early_still_receive_and_every_sample_arrives_once(num_batches: list[int]) -> None:
-    steps = run_ranks(len(num_batches), collect(num_batches))
+    steps = run_in_threads(len(num_batches), collect(num_batches))
     assert {len(s) for s in steps} == {max(num_batches)}
     assert Counter(i for rank in steps for step in rank for i in step) == all_ids(num_batches)
     for step in zip(*steps, strict=True):
@@ -91,9 +93,11 @@ def test_ranks_that_run_out_early_still_receive_and_every_sample_arrives_once(nu
 
 
 def test_a_step_holds_the_same_samples_as_without_balancing_in_global_order() -> None:
-    steps = run_ranks(3, collect([2, 2, 2]))
+    steps = run_in_threads(3, collect([2, 2, 2]))
     for step in range(2):
-        expected = Counter((torch.arange(8)[None] + 10_000 * step + 10_000_000 * torch.arange(3)[:, None]).ravel().tolist())
+        expected = Counter(
+            (torch.arange(8)[None] + 10_000 * step + 10_000_000 * torch.arange(3)[:, None]).ravel().tolist()
+        )
         assert Counter(i for rank in steps for i in rank[step]) == expected
         for rank in steps:
             assert rank[step] == sorted(rank[step])
@@ -101,7 +105,7 @@ def test_a_step_holds_the_same_samples_as_without_balancing_in_global_order() ->
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_global_batches_smaller_than_the_world_leave_some_ranks_empty(size: int) -> None:
-    steps = run_ranks(4, collect([2, 0, 0, 0], size))
+    steps = run_in_threads(4, collect([2, 0, 0, 0], size))
     assert Counter(i for rank in steps for step in rank for i in step) == all_ids([2, 0, 0, 0], size)
     assert sum(len(step) == 0 for rank in steps for step in rank) == 2 * (4 - size)
 
@@ -112,7 +116,7 @@ def test_small_global_batches_can_be_dropped_and_are_counted() -> None:
         reports = [report for _, report in loader.with_reports()]
         return len(reports), reports[-1].dropped_samples
 
-    assert run_ranks(2, run) == [(2, 0), (2, 0)]  # the third step has one sample for two ranks
+    assert run_in_threads(2, run) == [(2, 0), (2, 0)]  # the third step has one sample for two ranks
 
 
 def test_epochs_follow_each_other_and_threads_end() -> None:
@@ -122,7 +126,7 @@ def test_epochs_follow_each_other_and_threads_end() -> None:
         loader = balance(Batches(transport.rank, 3), transport, "features.uih")
         return [[ids_of(batch) for batch in loader] for _ in range(3)]
 
-    first, second = run_ranks(2, run)
+    first, second = run_in_threads(2, run)
     assert first[0] == first[1] == first[2]
     assert second[0] == second[1] == second[2]
     assert_threads(before)
@@ -147,7 +151,7 @@ def test_leaving_at_the_same_step_is_no_error_and_the_next_epoch_is_whole() -> N
                     break
         return [ids_of(batch) for batch in loader]
 
-    steps = run_ranks(3, run)
+    steps = run_in_threads(3, run)
     assert Counter(i for rank in steps for step in rank for i in step) == all_ids([6] * 3)
     assert_threads(before)
 
@@ -155,22 +159,18 @@ def test_leaving_at_the_same_step_is_no_error_and_the_next_epoch_is_whole() -> N
 def test_a_rank_that_goes_on_after_another_left_is_told_who_left() -> None:
     def run(transport: Transport) -> int:
         loader = balance(Batches(transport.rank, 50), transport, "features.uih")
-        taken = 0
-        try:
-            for _ in loader:
-                taken += 1
-                if transport.rank == 1 and taken == 3:
+        if transport.rank == 1:
+            for taken, _ in enumerate(loader, 1):
+                if taken == 3:
                     break
-        except PeerClosed as error:
-            assert transport.rank != 1
-            assert error.rank == 1
-            assert taken >= 3
-            return error.step
-        assert transport.rank == 1
-        loader.close()
-        return -1
+            loader.close()
+            return -1
+        with pytest.raises(PeerClosed) as caught:
+            list(loader)
+        assert caught.value.rank == 1
+        return caught.value.step
 
-    left = run_ranks(3, run)
+    left = run_in_threads(3, run)
     assert left[1] == -1
     assert left[0] == left[2] >= 3
 
@@ -183,7 +183,7 @@ def test_forgetting_a_loader_leaves_no_thread() -> None:
         next(iterator)
         del iterator
 
-    run_ranks(2, run)
+    run_in_threads(2, run)
     assert_threads(before)
 
 
@@ -212,7 +212,7 @@ def test_a_loader_that_raises_is_an_error_of_that_rank_and_step_everywhere(at: i
             return taken, error.rank, error.step, error.message, cause
         raise AssertionError("no error")
 
-    results = run_ranks(3, run)
+    results = run_in_threads(3, run)
     for rank, result in enumerate(results):
         assert result[:4] == (at, 1, at, "OSError: disk on fire")
         assert result[4] == (OSError if rank == 1 else None)
@@ -227,7 +227,7 @@ def test_a_failed_epoch_can_be_followed_by_another() -> None:
         source.at = 99
         return len(list(loader))
 
-    assert run_ranks(2, run) == [6, 6]
+    assert run_in_threads(2, run) == [6, 6]
 
 
 def error_everywhere(kind: type[BaseException], match: str, world_size: int = 3, **options: Any) -> None:
@@ -241,8 +241,10 @@ def error_everywhere(kind: type[BaseException], match: str, world_size: int = 3,
             list(loader)
         return str(caught.value)
 
-    per_rank = {"partitioner", "source", "lengths", "gather"} & {k for k, v in options.items() if hasattr(v, "per_rank")}
-    assert len(set(run_ranks(world_size, run))) == 1
+    per_rank = {"partitioner", "source", "lengths", "gather"} & {
+        k for k, v in options.items() if hasattr(v, "per_rank")
+    }
+    assert len(set(run_in_threads(world_size, run))) == 1
 
 
 def by_rank(choose: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -274,7 +276,9 @@ def test_plans_that_differ_are_found_before_data_moves() -> None:
 
 def test_columns_that_differ_between_ranks_are_named_everywhere() -> None:
     def choose(rank: int) -> Any:
-        return [{"length": torch.tensor([1, 2]), "x": torch.zeros(2, dtype=torch.float16 if rank == 1 else torch.float32)}]
+        return [
+            {"length": torch.tensor([1, 2]), "x": torch.zeros(2, dtype=torch.float16 if rank == 1 else torch.float32)}
+        ]
 
     error_everywhere(SchemaMismatch, "column 'x' is dense float32 on rank 0 and dense float16 on rank 1",
                      source=by_rank(choose), lengths="length")  # fmt: skip
@@ -295,7 +299,7 @@ def test_lengths_of_another_integer_type_on_one_rank_are_no_difference() -> None
         loader = balance([batch], transport, lengths="ids", jagged={"ids": "n"})
         return [str(out["n"].dtype) for out in loader]
 
-    assert run_ranks(2, run) == [["torch.int64"], ["torch.int32"]]
+    assert run_in_threads(2, run) == [["torch.int64"], ["torch.int32"]]
 
 
 def test_all_empty_lists_on_one_rank_are_balanced() -> None:
@@ -305,7 +309,7 @@ def test_all_empty_lists_on_one_rank_are_balanced() -> None:
         (out,) = list(balance([batch], transport, lengths="uih"))
         return [int(n) for n in out["uih"].levels[0]]
 
-    assert sorted(n for rank in run_ranks(2, run) for n in rank) == [0, 0, 1, 3]
+    assert sorted(n for rank in run_in_threads(2, run) for n in rank) == [0, 0, 1, 3]
 
 
 def test_a_rank_with_a_larger_batch_than_agreed_is_given_room() -> None:
@@ -314,7 +318,7 @@ def test_a_rank_with_a_larger_batch_than_agreed_is_given_room() -> None:
         batches = [batch_of(transport.rank, step, size) for step, size in enumerate(sizes)]
         return sum(len(ids_of(batch)) for batch in balance(batches, transport, "features.uih"))
 
-    assert sum(run_ranks(3, run)) == 12 * 4 + 26
+    assert sum(run_in_threads(3, run)) == 12 * 4 + 26
 
 
 def test_a_smaller_last_batch_on_one_rank_is_balanced() -> None:
@@ -322,7 +326,7 @@ def test_a_smaller_last_batch_on_one_rank_is_balanced() -> None:
         batches = [batch_of(transport.rank, 0, 11 if transport.rank == 0 else 128)]
         return sum(len(ids_of(batch)) for batch in balance(batches, transport, "features.uih"))
 
-    assert sum(run_ranks(3, run)) == 11 + 256
+    assert sum(run_in_threads(3, run)) == 11 + 256
 
 
 def test_reports_tell_what_moved_and_items_of_the_whole_batch() -> None:
@@ -330,7 +334,7 @@ def test_reports_tell_what_moved_and_items_of_the_whole_batch() -> None:
         loader = balance(Batches(transport.rank, 2), transport, "features.uih")
         return [report for _, report in loader.with_reports()]
 
-    reports = run_ranks(3, run)
+    reports = run_in_threads(3, run)
     for step in range(2):
         of_step = [rank[step] for rank in reports]
         assert sum(r.bytes_sent for r in of_step) == sum(r.bytes_received for r in of_step) == of_step[0].bytes_moved
@@ -355,7 +359,7 @@ def test_unequal_sample_counts_without_reading_a_scale_warn_once() -> None:
             for _, report in loader.with_reports():
                 report.loss_scale()
 
-    run_ranks(2, run)
+    run_in_threads(2, run)
 
 
 def test_the_trainer_is_ahead_by_at_most_prefetch_batches() -> None:
@@ -397,7 +401,7 @@ def test_measured_seconds_reach_the_partitioner_with_their_samples() -> None:
                 assert int(world.measured.uih_lengths[mine].sum()) == tokens[step]
                 assert float(world.seconds[transport.rank]) == 0.5 + transport.rank
 
-    run_ranks(2, run)
+    run_in_threads(2, run)
     assert any(world.measured is not None for world in seen[0])
     for a, b in zip(seen[0], seen[1], strict=True):
         assert torch.equal(a.seconds_step, b.seconds_step)
@@ -440,7 +444,7 @@ def test_a_peer_that_never_comes_is_an_error_that_names_stage_and_step() -> None
             list(loader)
         return str(caught.value)
 
-    assert "hello, step 0" in run_ranks(2, run, timeout_s=0.5)[0]
+    assert "hello, step 0" in run_in_threads(2, run, timeout_s=0.5)[0]
 
 
 def test_ranks_at_different_steps_are_told_apart() -> None:
@@ -451,11 +455,11 @@ def test_ranks_at_different_steps_are_told_apart() -> None:
         with pytest.raises(ProtocolError, match="rank 0 is at step 1 and rank 1 at step 2"):
             list(loader)
 
-    run_ranks(2, run)
+    run_in_threads(2, run)
 
 
 def test_attributes_of_the_wrapped_loader_pass_through() -> None:
-    source = DataLoader(list(range(10)), batch_size=5)
+    source: DataLoader[int] = DataLoader(range(10), batch_size=5)  # type: ignore[arg-type]  # works as a dataset
     loader = balance(source, connect("local"), lengths=lambda batch: batch)
     assert len(loader) == 2
     assert loader.batch_size == 5

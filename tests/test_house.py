@@ -1,0 +1,47 @@
+"""What packaging, folders and documents say of each other is true."""
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def test_setup_cfg_lists_every_package_on_disk() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*__init__.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    folders = tracked or [str(path.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/**/__init__.py")]
+    packages = {
+        ".".join(["freescale", *Path(path).parent.parts])
+        for path in folders
+        if not path.startswith(("typings", "tests", "build", ".venv"))
+    }
+    config = setup_cfg()
+    assert set(config["options"]["packages"].split()) == packages
+    places = dict(line.split(" = ") for line in config["options"]["package_dir"].strip().splitlines())
+    assert places == {
+        package: package.removeprefix("freescale").lstrip(".").replace(".", "/") or "." for package in packages
+    }
+
+
+def test_checkers_see_every_top_level_package() -> None:
+    for path in (ROOT / "typings" / "freescale").iterdir():
+        assert path.is_symlink(), path
+        assert path.resolve() == ROOT / path.name, path
+    top = {name.split(".")[1] for name in setup_cfg()["options"]["packages"].split() if "." in name}
+    assert top <= {path.name for path in (ROOT / "typings" / "freescale").iterdir()}
+
+
+def test_importing_the_balancer_needs_no_optional_package() -> None:
+    optional = ["torchrec", "fbgemm_gpu", "mpi4py", "matplotlib", "rich", "triton"]
+    code = f"import sys, freescale.balancer, freescale.transport; print([m for m in {optional} if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "[]"
