@@ -70,7 +70,9 @@ def shuffle(batches: list[JaggedBatch], owners: list[np.ndarray]) -> list[Jagged
             if to != source:
                 sizes[source, to] = message_bytes(schema, payload[chosen].sum()[None], chosen.sum()[None])[0]
     messages = [
-        torch.split(pack(sections[r], owners[r], r, sizes[r]), sizes[r].tolist()) if world_size > 1 else [torch.empty(0)]
+        torch.split(pack(sections[r], owners[r], r, sizes[r]), sizes[r].tolist())
+        if world_size > 1
+        else [torch.empty(0)]
         for r in range(world_size)
     ]
     result = []
