@@ -88,7 +88,7 @@ class MpiWire:
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`."""
         if reason is not None:
-            self._parting.note_failure(reason)
+            self._parting.note_doubt(reason)
 
 
 class _MpiTicket:

@@ -47,9 +47,9 @@ class Parting:
         self._sent: list[object] = []
         _process.add(self)
 
-    def note_failure(self, error: BaseException) -> None:
-        """Remember that this process cannot end normally any more."""
-        _process.note_failure(error)
+    def note_doubt(self, error: BaseException) -> None:
+        """Remember that a channel failed: peers may never come to the end, so this process will not wait for ever."""
+        _process.doubt = _process.doubt or f"{type(error).__name__}: {error}"
 
     def raise_if_a_peer_failed(self) -> None:
         """Raise what a failed peer said; looks at most every 50 ms.
@@ -108,7 +108,8 @@ class _Process:
     def __init__(self) -> None:
         self.kept: set[Kept] = set()
         self._partings: list[Parting] = []
-        self._failure: str | None = None
+        self.doubt: str | None = None  # a channel failed; the trainer may have dealt with it
+        self._failure: str | None = None  # an exception that nobody caught
         self._told = False
         self._previous_hook = sys.excepthook
 
@@ -119,73 +120,86 @@ class _Process:
             atexit.register(self._leave)
         self._partings.append(parting)
 
-    def note_failure(self, error: BaseException) -> None:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
-
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous_hook(kind, error, trace)
         _flush()
-        self.note_failure(error)
-        self._tell()
+        self._failure = f"{kind.__name__}: {error}"
+        self._tell(self._failure)
         # Python now joins the threads that are not daemons, and one of them may wait for a peer for ever.
         longest_s = max(parting.timeout_s for parting in self._partings) + 2 * _GRACE_S
         watchdog = threading.Timer(longest_s, os._exit, [_EXIT_CODE])
         watchdog.daemon = True
         watchdog.start()
 
-    def _tell(self) -> None:
+    def _tell(self, failure: str) -> None:
         from mpi4py import MPI
 
-        if not self._told and self._failure is not None:
-            self._told = True
-            for parting in self._partings:
-                try:
-                    parting.tell(self._failure)
-                except MPI.Exception as error:
-                    print(f"freescale: peers were not told of the failure: {error}", file=sys.stderr)  # noqa: T201
+        if self._told:
+            return
+        self._told = True
+        for parting in self._partings:
+            try:
+                parting.tell(failure)
+            except MPI.Exception as error:
+                print(f"freescale: peers were not told of the failure: {error}", file=sys.stderr)  # noqa: T201
 
     def _leave(self) -> None:
         """Wait for the peers; then let Python go on to MPI_Finalize, or exit without it after a failure."""
+        clean = False
         try:
-            self._tell()
-            everyone = self._await_peers()
-            if self._failure is None and everyone and not self._finish_collectives():
-                self._failure = f"{len(self.kept)} transfers were begun that not all ranks took part in"
-                print(f"freescale: {self._failure}", file=sys.stderr)  # noqa: T201
+            clean = self._await_peers() and self._all_well() and self._finish_collectives()
         finally:
-            failed = self._failure is not None or sys.exc_info()[0] is not None
-            if failed:
+            if not clean:
                 logging.shutdown()
                 _flush()
                 os._exit(_EXIT_CODE)
 
+    def _all_well(self) -> bool:
+        # Also when only a peer failed: it exits without MPI_Finalize, which would then wait for it for ever.
+        return self._failure is None and not any(parting.heard() for parting in self._partings)
+
     def _await_peers(self) -> bool:
-        """Come to the last barrier. Without a deadline, unless this rank or a peer failed."""
+        """Come to the last barrier. Without a deadline, unless a channel, this rank or a peer failed."""
         from mpi4py import MPI
 
+        begun = time.monotonic()
         deadline = float("inf")
         longest_s = max(parting.timeout_s for parting in self._partings) + _GRACE_S
         try:
             barriers = [parting.communicator.Ibarrier() for parting in self._partings]
             while not MPI.Request.Testall(barriers):
-                failed = self._failure is not None or any(parting.heard() for parting in self._partings)
-                if failed:
-                    deadline = min(deadline, time.monotonic() + longest_s)
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                failure = self._failure or self.doubt
+                if failure or any(parting.heard() for parting in self._partings):
+                    deadline = min(deadline, now + longest_s)
+                if failure and now - begun > _GRACE_S:
+                    self._tell(f"it left after {failure}")
+                if now > deadline:
+                    print("freescale: left without waiting longer for the other ranks", file=sys.stderr)  # noqa: T201
                     return False
                 time.sleep(_NAP_S)
         except MPI.Exception as error:
-            self.note_failure(error)
+            print(f"freescale: the other ranks cannot be waited for: {error}", file=sys.stderr)  # noqa: T201
             return False
         return True
 
     def _finish_collectives(self) -> bool:
+        """Complete what was begun and never waited for. All ranks have come to their end, so nothing new will come."""
+        from mpi4py import MPI
+
         deadline = time.monotonic() + _GRACE_S
         while self.kept:
             for kept in list(self.kept):
-                if kept.request.Test():
+                try:
+                    done = kept.request.Test()
+                except MPI.Exception:  # it has been raised to whoever waited, or nobody wanted it
+                    done = True
+                if done:
                     kept.release()
             if time.monotonic() > deadline:
+                print(  # noqa: T201
+                    f"freescale: {len(self.kept)} transfers were begun that not all ranks took part in", file=sys.stderr
+                )
                 return False
             time.sleep(_NAP_S)
         return True

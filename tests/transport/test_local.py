@@ -1,0 +1,79 @@
+"""The contract on threads, and what only threads can do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from freescale.transport import (
+    Transport,
+    TransportClosed,
+    TransportError,
+    TransportTimeout,
+    local_group,
+)
+
+from rank_threads import run_in_threads
+from transport_contract import CHECKS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_threads_keep_the_contract(check: Callable[[Transport], None], world_size: int) -> None:
+    run_in_threads(world_size, check)
+
+
+def test_a_timeout_names_all_missing_ranks() -> None:
+    transports = local_group(4, timeout_s=0.2)
+    run_in_threads(2, lambda t: None, transports=transports[:2])
+    with pytest.raises(TransportTimeout, match=r"all_gather #0 .* missing: ranks \[1, 2, 3\]"):
+        transports[0].all_gather(torch.zeros(1)).wait()
+
+
+def test_a_rank_that_leaves_is_an_error_at_once() -> None:
+    transports = local_group(3, timeout_s=30)
+    pending = transports[0].all_gather(torch.zeros(1))
+    transports[2].all_gather(torch.zeros(1))
+    begun = time.monotonic()
+    threading.Timer(0.1, transports[1].close).start()
+    with pytest.raises(TransportError, match="rank 1 has left: it closed the channel"):
+        pending.wait()
+    assert time.monotonic() - begun < 5
+
+
+def test_closing_from_another_thread_ends_a_wait() -> None:
+    transport = local_group(2, timeout_s=30)[0]
+    pending = transport.all_gather(torch.zeros(1))
+    threading.Timer(0.1, transport.close).start()
+    begun = time.monotonic()
+    with pytest.raises(TransportClosed):
+        pending.wait()
+    assert time.monotonic() - begun < 5
+
+
+def test_memory_of_a_finished_exchange_is_let_go() -> None:
+    transports = local_group(2)
+
+    def run(transport: Transport) -> None:
+        for _ in range(50):
+            transport.all_gather(torch.zeros(10)).wait()
+
+    run_in_threads(2, run, transports=transports)
+    assert transports[0]._wire._meeting.posted == {}  # type: ignore[attr-defined]  # there is no public view of it
+
+
+def test_more_than_2_gib_between_threads_arrive() -> None:
+    size = 2**31 + 4096
+
+    def run(transport: Transport) -> int:
+        rows = torch.zeros(size if transport.rank == 0 else 0, dtype=torch.int8)
+        rows[-4096:] = 7
+        splits = ([0, size], [0, 0]) if transport.rank == 0 else ([0, 0], [size, 0])
+        out = transport.all_to_all(rows, *splits).wait()
+        return int(out[-5000:].sum())
+
+    assert run_in_threads(2, run, timeout_s=60) == [0, 7 * 4096]
