@@ -20,15 +20,17 @@ def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
         tolerance: Share of the step that ranks may wait on average, in [0, 1).
 
     Returns:
-        Owner rank of each sample; every rank has as many samples as before. Shape [N].
+        Owner rank of each sample; every rank has as many samples as before. Shape [N]. `owner` itself if it will do.
     """
     if len(owner) == 0 or len(load.speeds) == 1:
-        return owner.copy()
-    samples, costs = _rows_of_ranks(owner, load)
+        return owner
     loads: Floats = np.bincount(owner, weights=load.costs, minlength=len(load.speeds)).astype(np.float64)
     # Nothing is gained by going below the largest sample, which stays where it is.
     ideal = max(load.ideal_time, float(((load.costs + load.overhead) / load.speeds[owner]).max()))
     limit = max(ideal, load.ideal_time / (1 - tolerance))
+    if ((loads + load.overhead) / load.speeds).max() <= limit:
+        return owner
+    samples, costs = _rows_of_ranks(owner, load)
     for _ in range(64 + 8 * samples.shape[1]):
         times = (loads + load.overhead) / load.speeds
         heavy, light = _pairs(times, ideal, limit)

@@ -1,0 +1,272 @@
+"""How even, how fast and how many bytes: partitioners on any lengths, without MPI (paper, sections 2.2 and 4.1)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from ..balancer.constraints import grouped
+from ..balancer.metrics import bytes_moved, imbalance, rank_loads, straggler_percentage
+from ..balancer.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from ..balancer.plan import Partitioner, WorldSamples, validate_plan
+from ..balancer.variable import VariableBatchSize
+from .environment import environment
+from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
+from .lengths import DISTRIBUTIONS, Lengths, length_source
+from .partitioners import load_partitioner
+from .tables import Table, print_table, write_result
+
+_EPILOG = """examples:
+  python -m freescale.bench.partition --lengths lognormal --max-length 21000 --world-size 64 256
+  python -m freescale.bench.partition --lengths data.parquet:uih_page --world-size 256 --batch-size 128
+  python -m freescale.bench.partition --lengths lengths.txt --world-size 8 --partitioner my_module:my_partitioner
+
+Straggler percentage: mean waiting time of the ranks as a share of the step, if time is proportional to length.
+Imbalance: max / mean - 1. Bytes moved: share of the samples' bytes that leave the rank that loaded them."""
+
+_LARGEST_WORLD_OF_TEXTBOOK = 256  # it takes minutes beyond
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One partitioner on one global batch. Times are over the repeats, after the output was checked."""
+
+    partitioner: str
+    world_size: int
+    batch_size: int
+    imbalance: float
+    straggler_percentage: float
+    bytes_moved_percentage: float
+    least_samples: int
+    most_samples: int
+    repeats: int
+    plan_ms_median: float
+    plan_ms_least: float
+    plan_ms_most: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    options = _parser().parse_args(arguments)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        _run(options, Console())
+    except ValueError as error:
+        errors.print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.partition",
+        description="Compare partitioners: how even their plans are, how long planning takes, how many bytes move.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    sources = f"path.parquet:column, a text file, or {', '.join(DISTRIBUTIONS)}, as in lognormal:median=6000,sigma=0.9"
+    add("--lengths", default="lognormal", metavar="SOURCE", help=f"{sources} (default lognormal)")
+    add("--world-size", type=_count, nargs="+", default=[64], metavar="N", help="ranks, one or several (default 64)")
+    add("--batch-size", type=_count, default=128, metavar="N", help="samples that a rank loads (default 128)")
+    add("--max-length", type=_count, metavar="N", help="cut longer samples to this length (default: no cut)")
+    add("--partitioner", action="append", default=[], metavar="MODULE:NAME", help="add one of yours; may be repeated")
+    add("--alpha", type=float, default=1.0, help="exponent of the weights of VariableBatchSize (default 1)")
+    add("--repeats", type=_count, default=5, metavar="N", help="times each plan is made and timed (default 5)")
+    add("--seed", type=int, default=0, help="of lengths that are drawn or sampled (default 0)")
+    add("--no-reference", action="store_true", help="leave out Karmarkar-Karp, which is slow")
+    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=Path, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
+    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_count.__name__ = "count of at least 1"  # argparse: "invalid count of at least 1 value: '0'"
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    if options.plot is not None:
+        from .partition_plot import draw  # before the work, so that a missing library shows at once
+    source = length_source(options.lengths)
+    extra = {name: load_partitioner(name) for name in options.partitioner}
+    built_in = _built_in(options.alpha)
+    outcomes: list[Outcome] = []
+    parts: list[Table | str] = []
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+        for world_size in options.world_size:
+            world, remark = _world(options, source.draw, world_size)
+            references = {} if options.no_reference else _references(world_size)
+            chosen = {**built_in, **extra, **references}
+            progress.reset(task, total=len(chosen), description=f"{world_size} ranks")
+            table = _table(f"{world_size} ranks x {options.batch_size} samples, {source.title}, {remark}")
+            for name, partitioner in chosen.items():
+                outcome = measure(name, partitioner, world, options.batch_size, options.repeats)
+                outcomes.append(outcome)
+                _add(table, outcome)
+                progress.advance(task)
+            parts.append(table)
+            print_table(table, console)
+            if not options.no_reference and world_size > _LARGEST_WORLD_OF_TEXTBOOK:
+                console.print(f"textbook Karmarkar-Karp left out above {_LARGEST_WORLD_OF_TEXTBOOK} ranks")
+    if options.json is not None:
+        found = {"environment": environment(), "outcomes": [asdict(outcome) for outcome in outcomes]}
+        _write(options.json, json.dumps(found, indent=1) + "\n")
+    if options.plot is not None:
+        draw(outcomes, options.plot, source.title)
+    if options.results is not None:
+        note = (
+            f"Times are of one process on one thread, median and range of {options.repeats} plans after the first two."
+        )
+        path = write_result(options.results, "partition", "Partitioners compared", environment(), [note, *parts])
+        console.print(f"written to {path}")
+
+
+def _built_in(alpha: float) -> dict[str, Partitioner]:
+    return {
+        "as loaded": lambda world: world.rank,
+        "fixed_batch_size": fixed_batch_size,
+        "greedy_batch_size": greedy_batch_size,
+        "home_batch_size": home_batch_size,
+        "grouped(greedy_batch_size, 8)": grouped(greedy_batch_size, 8),
+        f"VariableBatchSize({alpha:g})": VariableBatchSize(alpha),
+        f'VariableBatchSize({alpha:g}, cut="prefix")': VariableBatchSize(alpha, cut="prefix"),
+    }
+
+
+def _references(world_size: int) -> dict[str, Partitioner]:
+    """Karmarkar-Karp in plain Python: the variant of equal counts, and the textbook's where it ends in time."""
+
+    def reference(algorithm: Callable[[list[float], int], list[int]]) -> Partitioner:
+        return lambda world: torch.tensor(algorithm(world.uih_lengths.tolist(), world.world_size), dtype=torch.int64)
+
+    found = {"Karmarkar-Karp, equal counts": reference(karmarkar_karp_equal)}
+    if world_size <= _LARGEST_WORLD_OF_TEXTBOOK:
+        found["Karmarkar-Karp, textbook"] = reference(karmarkar_karp)
+    return found
+
+
+def _world(
+    options: argparse.Namespace, draw: Callable[[int, int], tuple[Lengths, str]], world_size: int
+) -> tuple[WorldSamples, str]:
+    lengths, remark = draw(world_size * options.batch_size, options.seed)
+    if options.max_length is not None:
+        lengths, remark = np.minimum(lengths, options.max_length), f"{remark}, cut at {options.max_length:,}"
+    rank = torch.arange(world_size).repeat_interleave(options.batch_size)
+    return WorldSamples(world_size, rank, torch.from_numpy(lengths.copy())), remark
+
+
+def measure(name: str, partitioner: Partitioner, world: WorldSamples, batch_size: int, repeats: int) -> Outcome:
+    """Check one partitioner's plan, then time it.
+
+    Args:
+        name: For the outcome and for errors.
+        partitioner: What to measure.
+        world: The global batch.
+        batch_size: Samples that each rank loaded.
+        repeats: Times to plan and time.
+
+    Returns:
+        Quality and times.
+
+    Raises:
+        ValueError: The partitioner raised, its plan is not valid, or it gave another plan the second time.
+    """
+    owner = _plan(name, partitioner, world)
+    if not torch.equal(owner, _plan(name, partitioner, world)):
+        raise ValueError(f"{name} gave two plans for one batch; ranks would disagree")
+    times = sorted(_times(partitioner, world, repeats))
+    loads = rank_loads(owner, world.uih_lengths, world.world_size)
+    counts = torch.bincount(owner, minlength=world.world_size)
+    return Outcome(
+        partitioner=name,
+        world_size=world.world_size,
+        batch_size=batch_size,
+        imbalance=imbalance(loads),
+        straggler_percentage=straggler_percentage(loads),
+        bytes_moved_percentage=100 * bytes_moved(world, owner) / max(int(world.payload_bytes.sum()), 1),
+        least_samples=int(counts.min()),
+        most_samples=int(counts.max()),
+        repeats=repeats,
+        plan_ms_median=statistics.median(times),
+        plan_ms_least=times[0],
+        plan_ms_most=times[-1],
+    )
+
+
+def _plan(name: str, partitioner: Partitioner, world: WorldSamples) -> Tensor:
+    try:
+        return validate_plan(partitioner(world), world)
+    except Exception as error:  # the partitioner is the user's
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _times(partitioner: Partitioner, world: WorldSamples, repeats: int) -> Iterator[float]:
+    """Milliseconds of each plan. The garbage collector stays off meanwhile, as `timeit` does it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            partitioner(world)
+            yield 1e3 * (time.perf_counter() - start)
+    finally:
+        gc.enable()
+
+
+def _table(title: str) -> Table:
+    columns = [
+        "partitioner",
+        "imbalance",
+        "straggler %",
+        "bytes moved %",
+        "samples a rank",
+        "plan ms",
+        "least to most ms",
+    ]
+    return Table(title, columns)
+
+
+def _add(table: Table, outcome: Outcome) -> None:
+    least, most = outcome.least_samples, outcome.most_samples
+    table.add(
+        outcome.partitioner,
+        f"{outcome.imbalance:.6f}",
+        f"{outcome.straggler_percentage:.4f}",
+        f"{outcome.bytes_moved_percentage:.1f}",
+        f"{least}" if least == most else f"{least} to {most}",
+        f"{outcome.plan_ms_median:.2f}",
+        f"{outcome.plan_ms_least:.4g} to {outcome.plan_ms_most:.4g}",
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
