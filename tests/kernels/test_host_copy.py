@@ -1,0 +1,89 @@
+"""Byte ranges from anywhere in host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.kernels import gather_ranges
+
+
+def gathered(memory: torch.Tensor, ranges: list[tuple[int, int]]) -> bytes:
+    starts = np.array([start for start, _ in ranges], dtype=np.int64)
+    sizes = np.array([size for _, size in ranges], dtype=np.int64)
+    result = gather_ranges(memory.data_ptr() + starts, sizes)
+    assert result.dtype == torch.uint8
+    assert result.shape == (int(sizes.sum()),)
+    return bytes(result.numpy())
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [],
+        [(0, 0)],
+        [(5, 0), (900, 0), (0, 0)],
+        [(3, 10)],
+        [(0, 1000)],
+        [(1, 999), (0, 1), (500, 0), (999, 1)],
+        [(4, 8), (6, 8), (4, 8), (0, 20)],
+        [(990, 10), (3, 7), (500, 1), (500, 1), (0, 0)],
+        [(i % 977, i % 3) for i in range(2000)],
+        [(7, 1)] * 5 + [(0, 1000)],
+    ],
+    ids=lambda ranges: f"{len(ranges)} ranges",
+)
+def test_ranges_come_out_in_order(ranges: list[tuple[int, int]]) -> None:
+    memory = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    whole = bytes(memory.numpy())
+    assert gathered(memory, ranges) == b"".join(whole[start : start + size] for start, size in ranges)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), max_size=60))
+def test_any_ranges_come_out_in_order(ranges: list[tuple[int, int]]) -> None:
+    memory = torch.arange(500).to(torch.uint8)
+    whole = bytes(memory.numpy())
+    assert gathered(memory, ranges) == b"".join(whole[start : start + size] for start, size in ranges)
+
+
+def test_ranges_of_several_buffers_come_out_in_order() -> None:
+    buffers = [torch.full((9,), value, dtype=torch.int32) for value in range(40)]
+    addresses = np.array([buffer.data_ptr() for buffer in reversed(buffers)])
+    result = gather_ranges(addresses, np.full(40, 36)).view(torch.int32)
+    assert torch.equal(result, torch.arange(39, -1, -1, dtype=torch.int32).repeat_interleave(9))
+
+
+def test_the_result_owns_aligned_memory() -> None:
+    memory = torch.arange(100, dtype=torch.uint8)
+    result = gather_ranges(memory.data_ptr() + np.array([1]), np.array([50]))
+    memory.zero_()
+    assert result.tolist() == list(range(1, 51))
+    assert result.data_ptr() % 64 == 0
+    result += 1
+
+
+def test_other_threads_run_meanwhile() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    addresses, sizes = memory.data_ptr() + np.zeros(400, dtype=np.int64), np.full(400, 1 << 20)
+    ticks = 0
+    running = threading.Event()
+
+    def copy() -> None:
+        running.set()
+        gather_ranges(addresses, sizes)
+
+    copier = threading.Thread(target=copy)
+    copier.start()
+    running.wait(5)
+    while copier.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    copier.join(10)
+    assert ticks > 10  # 400 MB take some 100 ms
