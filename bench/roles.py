@@ -48,13 +48,10 @@ class Roles:
         """Say the choice in one line."""
         parts = [f"history {self.uih}" + (f" with {', '.join(self.uih_sides)}" if self.uih_sides else "")]
         if self.candidates is None:
-            parts.append(
-                "no candidates with labels: the task is to tell the last item of each history from another"
-            )
+            parts.append("no candidates with labels: the task is to tell the last item of each history from another")
         else:
             parts.append(
-                f"candidates {self.candidates}"
-                + (f" with {', '.join(self.contents)}" if self.contents else "")
+                f"candidates {self.candidates}" + (f" with {', '.join(self.contents)}" if self.contents else "")
             )
             parts.append(f"label {self.label}")
         return "; ".join(parts)
@@ -86,9 +83,7 @@ def infer_roles(
     for option, name in (("uih", uih), ("candidates", candidates), ("label", label)):
         if name is not None and name not in rows.schema.names:
             raise ValueError(f"{option} names column {name!r}; the file has {', '.join(rows.schema.names)}")
-    lists = {
-        n: pc.list_value_length(rows[n]) for n in rows.schema.names if _is_list(rows.schema.field(n).type)
-    }
+    lists = {n: pc.list_value_length(rows[n]) for n in rows.schema.names if _is_list(rows.schema.field(n).type)}
     numbers = [n for n in lists if _is_number(rows.schema.field(n).type.value_type)]
     integers = [n for n in numbers if pa.types.is_integer(rows.schema.field(n).type.value_type)]
     uih = _history(uih, [n for n in integers if n not in (candidates, label)], mean_length)
@@ -144,15 +139,11 @@ def _candidates(
     candidates = candidates or _named_like(("cand", "item"), fitting) or (fitting[0] if fitting else None)
     if candidates is not None and label is not None:
         if not left[candidates].equals(left[label]):
-            raise ValueError(
-                f"candidates {candidates!r} and label {label!r} must have the same lengths in every row"
-            )
+            raise ValueError(f"candidates {candidates!r} and label {label!r} must have the same lengths in every row")
         return candidates, label
     if asked:
         missing = "label" if label is None else "candidates"
-        raise ValueError(
-            f"{missing} must be named too: no other list of numbers fits {candidates or label!r}"
-        )
+        raise ValueError(f"{missing} must be named too: no other list of numbers fits {candidates or label!r}")
     return None, None
 
 

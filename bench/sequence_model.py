@@ -127,8 +127,7 @@ class JaggedAttention(nn.Module):
         """
         heads = self.project_in(tokens).view(len(tokens), 3, self.num_heads, -1)
         attended = [
-            _attend(segment.permute(1, 2, 0, 3).unsqueeze(1))
-            for segment in heads.split(lengths[lengths > 0].tolist())
+            _attend(segment.permute(1, 2, 0, 3).unsqueeze(1)) for segment in heads.split(lengths[lengths > 0].tolist())
         ]
         joined: Tensor = self.project_out(torch.cat([tokens[:0], *attended]))
         return joined
