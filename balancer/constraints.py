@@ -6,6 +6,7 @@ outermost, since the others would split what it keeps together. (Beyond the pape
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,10 @@ from .workload import Ints, uih_length, workload
 @dataclass(frozen=True)
 class _Wrapper(PassesOn):
     partitioner: Partitioner
+
+    @abstractmethod
+    def __call__(self, world: WorldSamples) -> Tensor:
+        """Plan. Returns the owner rank of every sample, shape [num_samples], int64."""
 
     @property
     def held(self) -> object:

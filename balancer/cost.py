@@ -15,7 +15,7 @@ from .speeds import RankSpeeds
 from .workload import Floats
 
 _ENOUGH = 8  # measurements before the first fit
-_PRIOR = 1e-4  # weight of "all of it is proportional to ΣL", as a share of the weight of what was measured
+_PRIOR = 0.01  # weight of "all of it is proportional to ΣL", in measurements
 _TYPICAL_ERROR = 0.01  # relative; larger errors than three times the median one count less
 
 
@@ -135,7 +135,7 @@ class CostModel:
         squares, products = self._moments[:, :4].copy(), self._moments[:, 4].copy()
         # Between balanced batches ΣL hardly varies, and a step's constant would explain it as well; the prior decides.
         prior = products[1] / squares[1, 1] if squares[1, 1] > 0 else 0.0
-        strength = _PRIOR * float(squares.trace()) / 4
+        strength = _PRIOR * float(squares.trace()) / 4 / min(self._num_measured, self.memory)
         squares += strength * np.eye(4)
         products[1] += strength * prior
         self._terms = non_negative_least_squares(squares, products) / self._scale

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .workload import Floats, Ints, Workload
+
+Bools = NDArray[np.bool_]
 
 
 def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
@@ -37,9 +40,7 @@ def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
         if len(heavy) == 0:
             break
         most = np.minimum((times[heavy] - ideal) * load.speeds[heavy], (limit - times[light]) * load.speeds[light])
-        given, taken = _largest_that_fits(costs, heavy, light, most)
-        gain = costs[heavy, given] - costs[light, taken]
-        useful = (gain > 0) & (gain <= most)
+        given, taken, useful = _largest_that_fits(costs, heavy, light, most)
         if not useful.any():
             heavy, light, given, taken = _best_swap(costs, heavy[:1], light[:1], most[0])
             if len(heavy) == 0:
@@ -76,24 +77,31 @@ def _pairs(times: Floats, ideal: float, limit: float) -> tuple[Ints, Ints]:
     return order[::-1][:num_pairs], order[:num_pairs]
 
 
-def _largest_that_fits(costs: Floats, heavy: Ints, light: Ints, most: Floats) -> tuple[Ints, Ints]:
-    """For each pair the smallest sample of the light rank, and the heavy rank's largest that gains at most `most`."""
+def _largest_that_fits(costs: Floats, heavy: Ints, light: Ints, most: Floats) -> tuple[Ints, Ints, Bools]:
+    """For each pair the heavy rank's largest sample that gains at most `most` over the light rank's smallest one.
+
+    Returns:
+        Place of the heavy rank's sample, of the light rank's, and whether the swap helps. Each of shape [pairs].
+    """
     taken = costs[light].argmin(axis=1)
     allowed = costs[light, taken] + most
     rows = costs[heavy]
-    given = np.where((rows <= allowed[:, None]) & np.isfinite(rows), rows, -1.0).argmax(axis=1)
-    return given, taken
+    rows = np.where((rows <= allowed[:, None]) & np.isfinite(rows), rows, -1.0)
+    given = rows.argmax(axis=1)
+    return given, taken, rows[np.arange(len(given)), given] > costs[light, taken]
 
 
 def _best_swap(costs: Floats, heavy: Ints, light: Ints, most: float) -> tuple[Ints, Ints, Ints, Ints]:
     """Search all pairs of samples of one heavy and one light rank; empty arrays when no swap helps."""
-    ours, theirs = costs[heavy[0]], costs[light[0]]
+    nothing = np.empty(0, dtype=np.int64)
+    ours, theirs = (costs[rank[0]][np.isfinite(costs[rank[0]])] for rank in (heavy, light))
+    if len(theirs) == 0:
+        return nothing, nothing, nothing, nothing
     order = np.argsort(theirs, kind="stable")
     place = np.minimum(np.searchsorted(theirs[order], ours - most, side="left"), len(theirs) - 1)
     gain = ours - theirs[order][place]
-    useful = np.isfinite(ours) & (gain > 0) & (gain <= most)
+    useful = (gain > 0) & (gain <= most)
     if not useful.any():
-        nothing = np.empty(0, dtype=np.int64)
         return nothing, nothing, nothing, nothing
     given = int(np.where(useful, gain, -1.0).argmax())
     return heavy, light, np.array([given]), order[place[given : given + 1]]

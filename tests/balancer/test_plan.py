@@ -1,0 +1,41 @@
+"""What is checked of a plan, and worlds that are restricted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.balancer.plan import WorldSamples, validate_plan
+
+WORLD = WorldSamples(3, torch.tensor([0, 0, 1, 2]), torch.tensor([5, 0, 7, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_valid_plan_comes_back_as_int64(dtype: torch.dtype) -> None:
+    owner = validate_plan(torch.tensor([2, 0, 1, 1], dtype=dtype), WORLD)
+    assert owner.dtype == torch.int64
+    assert owner.tolist() == [2, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "error", "message"),
+    [
+        ([0, 1, 2, 0], TypeError, r"must return a torch.Tensor, got list"),
+        (torch.zeros(4), TypeError, r"integers \(int64\), got torch.float32"),
+        (torch.zeros(4, dtype=torch.bool), TypeError, r"integers \(int64\), got torch.bool"),
+        (torch.zeros(3, dtype=torch.int64), ValueError, r"shape \[4\], one owner a sample, got \[3\]"),
+        (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"shape \[4\], one owner a sample, got \[4, 1\]"),
+        (torch.tensor([0, 1, 3, 0]), ValueError, r"in \[0, 3\), got 3 for sample 2"),
+        (torch.tensor([0, -1, 3, 0]), ValueError, r"in \[0, 3\), got -1 for sample 1"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_rule_and_value(owner: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        validate_plan(owner, WORLD)
+
+
+def test_a_world_restricted_to_all_of_itself_is_the_same() -> None:
+    same = WORLD.restricted_to(torch.arange(4), range(3))
+    assert (same.world_size, same.first_rank) == (3, 0)
+    assert torch.equal(same.rank, WORLD.rank)
+    assert torch.equal(same.uih_lengths, WORLD.uih_lengths)
