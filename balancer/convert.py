@@ -107,7 +107,6 @@ def jagged_tensor(column: Column, weights: Column | None = None, lengths_dtype: 
         values=column.values,
         weights=None if weights is None else weights.values,
         lengths=column.lengths.to(lengths_dtype),
-        offsets=column.offsets.to(lengths_dtype) if column.batch_size == 0 else None,  # TorchRec would make []
     )
 
 

@@ -310,6 +310,22 @@ def read_parquet(
     Raises:
         FileNotFoundError: Nothing is at a path; names it.
         ValueError: A file is not Parquet, lacks a column or has it in another type, or a column cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> pq.write_table(pa.table({"page": [[7], [], [8, 9]]}), f"{folder.name}/day-1.parquet")
+        >>> source = read_parquet(f"{folder.name}/day-*.parquet", batch_size=2)
+        >>> [batch["page"].to_list() for batch in source]
+        [[[7], []], [[8, 9]]]
+        >>> iterator = iter(source)
+        >>> first = next(iterator)
+        >>> state = source.state_dict()
+        >>> resumed = read_parquet(f"{folder.name}/day-*.parquet", batch_size=2)
+        >>> resumed.load_state_dict(state)
+        >>> next(iter(resumed))["page"].to_list()
+        [[8, 9]]
+        >>> folder.cleanup()
     """
     return ParquetSource(
         path,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -167,6 +169,10 @@ def test_classes_derived_from_dict_keep_their_attributes_but_not_the_first_batch
     assert out.note == "kept"
     assert_same(dict(out), {"a": moved(x())})
     assert_same(dict(first), {"a": x()})
+    kept_alive = weakref.ref(first["a"])
+    del first
+    gc.collect()
+    assert kept_alive() is None
     grouped: defaultdict[str, Any] = defaultdict(list, a=x())
     again = reordered(grouped)
     assert type(again) is defaultdict
@@ -320,6 +326,7 @@ def test_what_cannot_be_split_by_sample_is_refused_by_name(batch: Any, error: ty
 FIRST = {"f": {"a": x(), "b": torch.zeros(3, 5)}, "n": None, "l": [x()], "np": np.arange(3)}
 LATER: list[tuple[dict[str, Any], str]] = [
     ({"f": {"a": x()}}, r"field 'f' has the fields \['a'\], in the first batch it had \['a', 'b'\]"),
+    ({"f": {"a": x(), "c": x()}}, r"field 'f' has the fields \['a', 'c'\], in the first batch it had \['a', 'b'\]"),
     ({"f": [x(), x()]}, r"field 'f' is of type list, in the first batch it was dict"),
     ({"n": x()}, r"field 'n' is of type Tensor, in the first batch it was NoneType"),
     ({"l": [x(), x()]}, r"field 'l' has the fields \[0, 1\], in the first batch it had \[0\]"),

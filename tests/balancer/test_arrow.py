@@ -162,6 +162,7 @@ def test_a_null_bitmap_without_nulls_is_no_null() -> None:
         (pa.array([True, None]), r"column 'x' has a null at row 1"),
         (pa.array([[1], None]), r"column 'x' has a null list at row 1"),
         (pa.array([[1], [], [2, 3], [4, None]]), r"column 'x' has a null inside a list at row 3"),
+        (pa.array([[1], [], [None, 2]]), r"column 'x' has a null inside a list at row 2"),
         (pa.array([[[1]], [], [[2], None]]), r"column 'x' has a null list inside a list at row 2"),
         (pa.array([[[1]], [[2], [], [3, None]]]), r"column 'x' has a null inside a list inside a list at row 1"),
         (pa.array(["a", None]), r"column 'x' has a null string at row 1"),
@@ -196,6 +197,13 @@ def test_a_null_is_an_error_that_names_column_and_row(array: Any, message: str) 
 def test_a_fill_value_replaces_nulls(array: Any, expected: list[Any]) -> None:
     assert column(array, fill_value=7).to_list() == expected
     assert column(array, fill_value={"x": 7}).to_list() == expected
+
+
+def test_filling_nulls_leaves_arrow_memory_alone() -> None:
+    array = pa.array([1, None, 3])
+    before = array.buffers()[1].to_pybytes()
+    assert column(array, fill_value=7).to_list() == [1, 7, 3]
+    assert array.buffers()[1].to_pybytes() == before
 
 
 def test_a_null_list_may_hide_items_which_are_left_out() -> None:

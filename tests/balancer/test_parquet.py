@@ -193,6 +193,10 @@ def test_only_the_newest_iterator_goes_on(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="a newer iterator of this Parquet source"):
         next(old)
     assert next(new)["id"].to_list() == [4, 5, 6, 7]
+    source.load_state_dict(source.state_dict())
+    with pytest.raises(RuntimeError, match="a newer iterator of this Parquet source"):
+        next(new)
+    assert next(iter(source))["id"].to_list() == [8, 9, 10, 11]
 
 
 def test_paths_may_be_files_folders_patterns_and_lists(folder: Path) -> None:
