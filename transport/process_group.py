@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,7 @@ from .lane import HostTransport, open_lane
 from .wire import Purpose
 
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+_abandoned: list[dist.ProcessGroupGloo] = []
 
 
 def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -39,9 +41,38 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     if dist.get_rank() not in members:
         raise ValueError(f"group must contain this process, rank {dist.get_rank()}, has ranks {members}")
-    wire = GlooWire(members, check_sizes, timeout_s)
     rank = members.index(dist.get_rank())
-    return open_lane(wire, "main", rank, len(members), timeout_s, check_sizes)
+    store = dist.distributed_c10d._get_default_store().clone()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    prefix = f"freescale/{'-'.join(map(str, members))}"
+    number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
+    place = _Place(store, f"{prefix}/{number}", rank, len(members))
+    return open_lane(GlooWire(place, check_sizes, timeout_s), "main", rank, len(members), timeout_s, check_sizes)
+
+
+_num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where ranks find each other.
+
+    torch's own new_group is of no use here: it names groups after those that exist, which differ between ranks when one
+    has closed a channel that another still holds, or it needs ranks that are no members.
+    """
+
+    store: dist.Store
+    prefix: str
+    rank: int
+    world_size: int
+
+    def make_group(self, purpose: Purpose, timeout_s: float) -> dist.ProcessGroupGloo:
+        """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
+        store = dist.PrefixStore(f"{self.prefix}/{purpose}", self.store)
+        try:
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise _translate(error) from error
 
 
 class GlooWire:
@@ -53,39 +84,39 @@ class GlooWire:
 
     settles_sizes = False
 
-    def __init__(self, members: list[int], check_sizes: bool, timeout_s: float) -> None:
-        self._members = members
-        self._groups: dict[Purpose, dist.ProcessGroup] = {"data": _new_group(members, timeout_s)}
+    def __init__(self, place: _Place, check_sizes: bool, timeout_s: float) -> None:
+        self._place, self._num_channels = place, 0
+        self._groups: dict[Purpose, dist.ProcessGroupGloo] = {"data": place.make_group("data", timeout_s)}
         if check_sizes:
-            self._groups["sizes"] = _new_group(members, timeout_s)
-        self._works: list[_GlooTicket] = []
+            self._groups["sizes"] = place.make_group("sizes", timeout_s)
+        self._under_way: list[_GlooTicket] = []
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:
         """See `Wire.begin`."""
         del sequence  # gloo counts for itself
-        self._works = [ticket for ticket in self._works if not ticket.work.is_completed()]
+        self._under_way = [ticket for ticket in self._under_way if not ticket.work.is_completed()]
         ticket = _GlooTicket(exchange, self._groups[purpose])
-        self._works.append(ticket)
+        self._under_way.append(ticket)
         return ticket
 
     def split(self, check_sizes: bool, timeout_s: float) -> GlooWire:
         """See `Wire.split`."""
-        return GlooWire(self._members, check_sizes, timeout_s)
+        self._num_channels += 1
+        place = replace(self._place, prefix=f"{self._place.prefix}/{self._num_channels}")
+        return GlooWire(place, check_sizes, timeout_s)
 
     def release(self, reason: BaseException | None) -> None:
-        """See `Wire.release`. Destroying a group waits for what is under way in it, so such groups are left alone."""
+        """See `Wire.release`. Dropping a group waits for what is under way in it, so such a group is kept."""
         del reason
-        if all(ticket.work.is_completed() for ticket in self._works):
-            for group in self._groups.values():
-                if dist.is_initialized():
-                    dist.destroy_process_group(group)
+        if not all(ticket.work.is_completed() for ticket in self._under_way):
+            _abandoned.extend(self._groups.values())
         self._groups = {}
 
 
 class _GlooTicket:
     """An all-to-all that gloo's own threads carry out."""
 
-    def __init__(self, exchange: Exchange, group: dist.ProcessGroup) -> None:
+    def __init__(self, exchange: Exchange, group: dist.ProcessGroupGloo) -> None:
         sent_bytes, received_bytes = exchange.sent_bytes.copy(), exchange.received_bytes.copy()
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target
@@ -119,17 +150,6 @@ class _GlooTicket:
 
     def missing(self) -> None:
         """Gloo does not tell."""
-
-
-def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    # Gloo's own deadline bounds how long its threads can keep a process from exiting after a failure.
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        group = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    except RuntimeError as error:
-        raise _translate(error) from error
-    assert isinstance(group, dist.ProcessGroup), "this process is a member"
-    return group
 
 
 def _translate(error: RuntimeError) -> TransportError:

@@ -18,11 +18,11 @@ from freescale.transport import (
 )
 
 from rank_threads import run_in_threads
-from transport_contract import CHECKS
+from transport_contract import CHECKS, LATE_CHECKS
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS + LATE_CHECKS, ids=lambda check: check.__name__)
 def test_threads_keep_the_contract(check: Callable[[Transport], None], world_size: int) -> None:
     run_in_threads(world_size, check)
 

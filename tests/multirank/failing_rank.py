@@ -1,0 +1,59 @@
+"""One rank of three, of which rank 1 fails in the way that the test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+from freescale.transport import Transport, TransportError, connect
+
+
+def fail(how: str, transport: Transport) -> None:
+    """What rank 1 does instead of the second exchange."""
+    if how == "raise":
+        raise ValueError("the loader broke")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "exit":
+        sys.exit(3)
+    if how == "thread":
+        thread = threading.Thread(target=lambda: transport.all_gather(torch.zeros(1), [9, 9, 9]).wait())
+        thread.start()
+        thread.join()
+    if how == "mismatch":
+        transport.all_gather(torch.zeros(1), [2, 1, 1]).wait()
+    if how == "stuck thread":
+        lane = transport.channel("never answered")
+        threading.Thread(target=lambda: lane.all_gather(torch.zeros(1)).wait(), daemon=False).start()
+        raise ValueError("the main thread broke")
+
+
+def main(backend: str, how: str, timeout_s: str) -> None:
+    if backend == "process_group":
+        torch.distributed.init_process_group("gloo")
+    transport = connect(backend, timeout_s=float(timeout_s))
+    transport.all_gather(torch.zeros(1)).wait()
+    print("begun", flush=True)
+    begun = time.monotonic()
+    try:
+        if transport.rank == 1:
+            fail(how, transport)
+        elif how == "stuck thread":
+            transport.channel("never answered")
+        transport.all_gather(torch.zeros(1)).wait()
+        transport.all_gather(torch.zeros(1)).wait()
+    except TransportError as error:
+        print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+        raise
+    print("ended normally", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

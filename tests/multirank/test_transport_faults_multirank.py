@@ -1,0 +1,115 @@
+"""Ranks that die, stall, raise and disagree: the others report, nobody hangs, the job fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rank_processes import Launched, launch
+
+pytestmark = pytest.mark.multirank
+SCRIPT = Path(__file__).with_name("failing_rank.py")
+DEADLINE_S = 4
+
+
+def fail(backend: str, how: str, *, recovery: bool = False, deadline_s: float = DEADLINE_S) -> Launched:
+    """Launch three ranks of which rank 1 fails."""
+    # torchrun ends all ranks when one fails; here the ranks themselves must.
+    launcher = "plain" if backend == "process_group" else "mpi"
+    done = launch(launcher, 3, SCRIPT, [backend, how, str(deadline_s)], timeout_s=60, recovery=recovery)
+    assert all("begun" in output for output in done.outputs), done.explain()
+    return done
+
+
+def reported(done: Launched, rank: int) -> str:
+    """What a rank reported."""
+    found = re.search(r"reported (.*)", done.outputs[rank])
+    assert found, done.explain()
+    return found[1]
+
+
+def seconds(report: str) -> float:
+    found = re.search(r"after ([\d.]+) s", report)
+    assert found
+    return float(found[1])
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["process_group", "mpi"])
+
+
+@BACKENDS
+def test_a_rank_that_raises_is_reported_by_all_others_at_once(backend: str) -> None:
+    done = fail(backend, "raise", deadline_s=30)
+    assert done.returncode == 1
+    assert not done.timed_out
+    assert done.seconds < 25
+    assert "ValueError: the loader broke" in done.errors[1]
+    for rank in (0, 2):
+        text = reported(done, rank)
+        assert "all_gather #2 on channel 'main'" in text
+        assert "TransportError" in done.errors[rank]
+        assert seconds(text) < 5
+        if backend == "mpi":
+            assert "rank 1 failed: ValueError: the loader broke" in text
+
+
+@BACKENDS
+def test_a_killed_rank_is_reported_by_the_survivors(backend: str) -> None:
+    done = fail(backend, "kill", recovery=True)
+    assert done.returncode != 0
+    assert not done.timed_out, done.explain()
+    for rank in (0, 2):
+        assert seconds(reported(done, rank)) < DEADLINE_S + 2
+        assert "Error" in done.errors[rank]
+
+
+def test_mpiexec_ends_the_job_when_a_rank_is_killed() -> None:
+    done = fail("mpi", "kill", deadline_s=40)
+    assert done.returncode != 0
+    assert not done.timed_out
+    assert done.seconds < 25
+
+
+@BACKENDS
+def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
+    done = fail(backend, "stop")
+    for rank in (0, 2):
+        text = reported(done, rank)
+        assert text.startswith("TransportTimeout")
+        assert "missing: ranks [1]" in text
+        assert DEADLINE_S - 1 < seconds(text) < DEADLINE_S + 2
+
+
+@BACKENDS
+def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_it_needs_them(backend: str) -> None:
+    done = fail(backend, "mismatch")
+    assert done.returncode == 1
+    assert not done.timed_out
+    for rank in (0, 1):
+        assert reported(done, rank).startswith("SizeMismatch")
+        assert "rank 1 expected 2 rows from rank 0, got 1" in reported(done, rank)
+    assert "all_gather #3" in reported(done, 2), "it got the rows of the exchange in which the others disagreed"
+
+
+def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang() -> None:
+    done = fail("mpi", "exit")
+    assert done.returncode != 0
+    assert not done.timed_out
+    for rank in (0, 2):
+        assert "missing: ranks [1]" in reported(done, rank)
+
+
+def test_a_thread_that_fails_does_not_keep_the_job() -> None:
+    done = fail("mpi", "thread")
+    assert done.returncode == 1
+    assert not done.timed_out
+    assert "sizes[1] must be the rows" in done.errors[1]
+
+
+def test_a_thread_that_waits_does_not_keep_a_failed_rank() -> None:
+    done = fail("mpi", "stuck thread")
+    assert done.returncode == 1
+    assert not done.timed_out
+    assert "the main thread broke" in reported(done, 0)

