@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import Progress
 
+from ..balancer.parquet import read_parquet
 from .demo_rank import Settings
 from .demo_report import (
     compute_seconds,
@@ -68,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         load_partitioner(options.partitioner)
-        options.output.mkdir(parents=True, exist_ok=True)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("the picture needs matplotlib: pip install matplotlib")
+        for folder in (options.output, (options.json or options.output).parent):
+            folder.mkdir(parents=True, exist_ok=True)
         settings = _prepare(options, console)
     except (ValueError, OSError, LaunchError) as error:
         sys.stderr.write(f"error: {error}\n")
@@ -146,7 +151,8 @@ def _prepare(options: argparse.Namespace, console: Console) -> Settings:
         fitting = round(_TOKENS_PER_RANK / max(roles.mean_length, 1))
         batch_size = options.batch_size or min(max(fitting, 1), _LARGEST_BATCH)
     columns = options.columns.split(",") if options.columns else None
-    _check_columns(columns, roles, path)
+    _check_columns(columns, roles)
+    read_parquet(path, batch_size, columns)  # names and types are refused here, not on every rank
     console.print(f"data {path}: {pq.read_metadata(path).num_rows:,} rows, {roles.mean_length:,.0f} tokens on average")
     console.print(f"columns: {roles.describe()}")
     console.print(
@@ -192,15 +198,11 @@ def _readable(path: Path, options: argparse.Namespace, console: Console) -> Path
     return copy
 
 
-def _check_columns(columns: list[str] | None, roles: Roles, path: Path) -> None:
-    if columns is None:
-        return
+def _check_columns(columns: list[str] | None, roles: Roles) -> None:
     used = [roles.uih, *roles.uih_sides, roles.candidates, roles.label, *roles.contents]
-    missing = [n for n in used if n is not None and n not in columns]
-    unknown = [n for n in columns if n not in pq.read_schema(path).names]
-    if missing or unknown:
-        what = f"lacks {', '.join(missing)}, which the model reads" if missing else f"has unknown {', '.join(unknown)}"
-        raise ValueError(f"--columns {what}")
+    missing = [n for n in used if n is not None and columns is not None and n not in columns]
+    if missing:
+        raise ValueError(f"--columns lacks {', '.join(missing)}, which the model reads")
 
 
 # ---- training ----------------------------------------------------------------------------------------------------

@@ -120,9 +120,9 @@ def method(runs: dict[str, Any]) -> str:
     world_size = compute_seconds(runs["balanced"]).shape[1]
     return (
         f"Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since ranks may "
-        f"share cores ({len(os.sched_getaffinity(0))} cores here, {world_size} ranks); seconds in next(loader) by the wall "
-        "clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long as its slowest "
-        "rank, as if each rank had a core of its own; the others wait for the difference; samples/s follow from these "
+        f"share cores ({len(os.sched_getaffinity(0))} cores here, {world_size} ranks); seconds in next(loader) by the "
+        "wall clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long as its "
+        "slowest rank, as if each rank had a core of its own; the others wait for the difference; samples/s follow from these "
         "steps. Gradients are averaged outside these times."
     )
 

@@ -126,10 +126,10 @@ def _explain(folder: Path, log: str, code: int) -> str:
     ranks: dict[str, list[str]] = {}
     for failure in failures:
         ranks.setdefault(f"{failure['kind']}: {failure['message']}", []).append(str(failure["rank"]))
-    return "\n".join(f"rank {', '.join(sorted(who))} failed: {what}" for what, who in ranks.items())
+    return "\n".join(f"rank {' and '.join(sorted(who))}: {what}" for what, who in ranks.items())
 
 
 def tracebacks(folder: Path) -> str:
     """Give the full tracebacks of the ranks that failed, for a log."""
     failures = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
-    return "\n".join(f"rank {f['rank']}\n{f['traceback']}" for f in failures)
+    return "\n".join(f"rank{'s' if len(who) > 1 else ''} {f['rank']}\n{f['traceback']}" for f in failures)
