@@ -117,13 +117,13 @@ def verdict(runs: dict[str, Any]) -> str:
 
 def method(runs: dict[str, Any]) -> str:
     """Say what was measured and what was computed from it."""
-    world_size = compute_seconds(runs["balanced"]).shape[1]
+    world_size, num_cores = compute_seconds(runs["balanced"]).shape[1], len(os.sched_getaffinity(0))
     return (
-        f"Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since ranks may "
-        f"share cores ({len(os.sched_getaffinity(0))} cores here, {world_size} ranks); seconds in next(loader) by the "
-        "wall clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long as its "
-        "slowest rank, as if each rank had a core of its own; the others wait for the difference; samples/s follow from these "
-        "steps. Gradients are averaged outside these times."
+        "Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since "
+        f"ranks may share cores ({num_cores} cores here, {world_size} ranks); seconds in next(loader) by the "
+        "wall clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long "
+        "as its slowest rank, as if each rank had a core of its own; the others wait for the difference; "
+        "samples/s follow from these steps. Gradients are averaged outside these times."
     )
 
 

@@ -132,4 +132,4 @@ def _explain(folder: Path, log: str, code: int) -> str:
 def tracebacks(folder: Path) -> str:
     """Give the full tracebacks of the ranks that failed, for a log."""
     failures = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
-    return "\n".join(f"rank{'s' if len(who) > 1 else ''} {f['rank']}\n{f['traceback']}" for f in failures)
+    return "\n".join(f"rank {f['rank']}\n{f['traceback']}" for f in failures)

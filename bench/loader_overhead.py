@@ -1,7 +1,7 @@
 """`python -m freescale.bench.loader_overhead`: does the balancer's thread slow a launch-bound trainer? (section 3.1).
 
-A loop of thousands of tiny operations needs the interpreter all the time, and so does any thread that polls. Rank 0 runs
-the loop in turn beside the sleeping balancer and beside the working one; another rank only takes its batches.
+A loop of thousands of tiny operations needs the interpreter all the time, and so does any thread that polls. Rank 0
+runs the loop in turn beside the sleeping balancer and beside the working one; another rank only takes its batches.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _note(found: dict[str, Any]) -> str:
     low, middle, high = statistics.quantiles(slowdowns(found), n=4)
     cpu = statistics.median(found["balancer_cpu"])
     return (
-        f"The loop is {middle:.2f} % slower beside the working balancer (median of {len(found['idle'])} pairs of blocks "
-        f"of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between {low:.2f} % and "
+        f"The loop is {middle:.2f} % slower beside the working balancer (median of {len(found['idle'])} pairs of "
+        f"blocks of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between {low:.2f} % and "
         f"{high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step."
     )
 
