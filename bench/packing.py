@@ -1,0 +1,252 @@
+"""How fast samples are packed for their new ranks, as a share of a plain copy (paper, sections 4.1 and 4.2)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from ..balancer.batch import Column, JaggedBatch
+from ..balancer.payload import Sections, message_bytes, pack
+from ..balancer.schema import Schema
+from .environment import environment
+from .tables import Table, print_table, write_result
+
+_EPILOG = """examples:
+  python -m freescale.bench.packing
+  python -m freescale.bench.packing --mean 500 3000 --samples 128 2560 --destinations 4 512 --json packing.json
+
+One thread. All samples of a batch leave for random ranks. "pack" is what the balancer does: find the bytes of each
+sample, order them by destination, copy them into messages. "torch.cat" joins slices of one column in the same order
+into a reused buffer, without lengths or padding. FBGEMM, where installed, permutes one column by the same order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One batch and number of destinations. Milliseconds are medians; shares are of the copy of as many bytes."""
+
+    mean_length: int
+    num_samples: int
+    columns: int
+    destinations: int
+    size_bytes: int
+    copy_ms: float
+    pack_ms: float
+    pack_ms_range: tuple[float, float]
+    pack_share: float
+    cat_share: float
+    fbgemm_share: float | None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.packing",
+        description="Time the packing of jagged samples into one message a rank, against a plain copy.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mean", type=_count, nargs="+", default=[500, 3000], help="mean lengths (default 500 3000)")
+    parser.add_argument("--samples", type=_count, nargs="+", default=[128, 2560], help="batch sizes (default 128 2560)")
+    parser.add_argument("--columns", type=_count, nargs="+", default=[1], help="int64 columns a batch has (default 1)")
+    parser.add_argument("--destinations", type=_count, nargs="+", default=[4, 64, 512], help="ranks (default 4 64 512)")
+    parser.add_argument("--repeats", type=_count, default=25, help="times each is done (default 25)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and destinations (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console = Console()
+    cases = [
+        (mean, samples, columns) for mean in options.mean for samples in options.samples for columns in options.columns
+    ]
+    outcomes = [
+        outcome
+        for case in track(cases, "packing", console=console, disable=not console.is_terminal, transient=True)
+        for outcome in measure(*case, options.destinations, options.repeats, options.seed)
+    ]
+    table = _table(outcomes)
+    print_table(table, console)
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"environment": environment(), "outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n"
+        )
+    if options.results is not None:
+        path = write_result(
+            options.results,
+            "packing",
+            "Packing samples into messages",
+            environment(("torch", "numpy", "pyarrow", "fbgemm-gpu-cpu")),
+            [_EPILOG.partition("\n\n")[2], table],
+        )
+        console.print(f"written to {path}")
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_count.__name__ = "count of at least 1"
+
+
+def measure(
+    mean_length: int, num_samples: int, columns: int, destinations: list[int], repeats: int, seed: int
+) -> list[Outcome]:
+    """Check and time packing and its peers in turns, for one batch and each number of destinations.
+
+    Lengths are lognormal with sigma 0.9, scaled to the mean; values are random int64.
+    """
+    random = np.random.default_rng(seed)
+    raw = random.lognormal(0.0, 0.9, num_samples)
+    lengths = torch.from_numpy(np.maximum(raw * (mean_length / raw.mean()), 1).astype(np.int64))
+    batch = JaggedBatch(
+        {
+            f"column{index}": Column(torch.from_numpy(random.integers(0, 1 << 40, int(lengths.sum()))), (lengths,))
+            for index in range(columns)
+        },
+        num_samples,
+    )
+    return [_measure_one(batch, mean_length, n, repeats, random) for n in destinations]
+
+
+def _measure_one(
+    batch: JaggedBatch, mean_length: int, destinations: int, repeats: int, random: np.random.Generator
+) -> Outcome:
+    schema = Schema.of(batch)
+    owners = random.integers(1, destinations + 1, batch.batch_size)
+    payload = Sections(batch, schema).payload_bytes()
+    sizes = message_bytes(
+        schema,
+        np.bincount(owners, weights=payload, minlength=destinations + 1).astype(np.int64),
+        np.bincount(owners, minlength=destinations + 1),
+    )
+    values, lengths = batch["column0"].values, batch["column0"].levels[0]
+    sources = [batch[name].values.clone() for name in batch.names]
+    targets = [torch.empty_like(source) for source in sources]
+    order = np.argsort(owners, kind="stable")
+    buffer = torch.empty_like(values)
+
+    def copy() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    def packed() -> Tensor:
+        return pack(Sections(batch, schema), owners, 0, sizes)
+
+    def cat() -> Tensor:
+        slices = values.split(lengths.tolist())
+        return torch.cat([slices[i] for i in order.tolist()], out=buffer)
+
+    permute = _fbgemm_permute(values, lengths, order)
+    _check(packed(), batch, owners, sizes, cat())
+    if permute is not None:
+        assert torch.equal(permute(), cat()), "FBGEMM gave another order"
+    timed: list[Callable[[], object]] = [copy, packed, cat, *([permute] if permute is not None else [])]
+    times = _times(timed, repeats)
+    copy_ms, pack_ms, cat_ms = (statistics.median(t) for t in times[:3])
+    one_column_ms = copy_ms / len(sources)
+    return Outcome(
+        mean_length=mean_length,
+        num_samples=batch.batch_size,
+        columns=len(sources),
+        destinations=destinations,
+        size_bytes=int(payload.sum()),
+        copy_ms=copy_ms,
+        pack_ms=pack_ms,
+        pack_ms_range=(min(times[1]), max(times[1])),
+        pack_share=copy_ms / pack_ms,
+        cat_share=one_column_ms / cat_ms,
+        fbgemm_share=one_column_ms / statistics.median(times[3]) if permute is not None else None,
+    )
+
+
+def _check(
+    message: Tensor, batch: JaggedBatch, owners: NDArray[np.int64], sizes: NDArray[np.int64], joined: Tensor
+) -> None:
+    """Every message holds, for its samples in order, the lengths and then the values of the first column."""
+    start = np.cumsum(sizes) - sizes
+    lengths, position = batch["column0"].levels[0].numpy(), 0
+    for owner in np.unique(owners):
+        expected = lengths[owners == owner]
+        body = message[start[owner] : start[owner] + sizes[owner]].view(torch.int64)
+        assert np.array_equal(body[: len(expected)].numpy(), expected), "lengths were packed wrongly"
+        total = int(expected.sum())
+        assert torch.equal(body[len(expected) : len(expected) + total], joined[position : position + total])
+        position += total
+
+
+def _fbgemm_permute(values: Tensor, lengths: Tensor, order: NDArray[np.int64]) -> Callable[[], Tensor] | None:
+    try:
+        import fbgemm_gpu  # noqa: F401  # registers the operators
+    except ImportError:
+        return None
+    permutation = torch.from_numpy(order).to(torch.int32)
+
+    def permute() -> Tensor:
+        result: Tensor = torch.ops.fbgemm.permute_1D_sparse_data(permutation, lengths, values, None, None)[1]
+        return result
+
+    return permute
+
+
+def _times(functions: list[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Milliseconds of each, taken in turns so that all meet the same conditions."""
+    times: list[list[float]] = [[] for _ in functions]
+    for turn in range(repeats + 2):
+        for function, taken in zip(functions, times, strict=True):
+            started = time.perf_counter()
+            function()
+            if turn >= 2:
+                taken.append(1e3 * (time.perf_counter() - started))
+    return times
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table(
+        "Packing on one thread",
+        [
+            "mean length x samples",
+            "columns",
+            "ranks",
+            "MB",
+            "copy ms",
+            "pack ms",
+            "range",
+            "pack",
+            "torch.cat",
+            "FBGEMM",
+        ],
+    )
+    for o in outcomes:
+        table.add(
+            f"{o.mean_length} x {o.num_samples}",
+            str(o.columns),
+            str(o.destinations),
+            f"{o.size_bytes / 1e6:.1f}",
+            f"{o.copy_ms:.3f}",
+            f"{o.pack_ms:.3f}",
+            f"{o.pack_ms_range[0]:.3f}-{o.pack_ms_range[1]:.3f}",
+            f"{o.pack_share:.2f}",
+            f"{o.cat_share:.2f}",
+            "not installed" if o.fbgemm_share is None else f"{o.fbgemm_share:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
