@@ -25,7 +25,7 @@ from .plan import Partitioner
 from .protocol import LocalBatch, Protocol
 from .report import Report
 from .selection import Selection
-from .source import Source, source_of
+from .source import Source, check_share, source_of
 from .worker import End, Worker
 
 T = TypeVar("T")
@@ -94,6 +94,7 @@ class BalancedLoader(Generic[T]):
         self.dataloader = dataloader
         self.last_report: Report | None = None
         self._source: Source = source_of(dataloader)
+        check_share(dataloader, transport.rank, transport.world_size)
         self._transport = transport.channel("balancer", check_sizes=False)
         self._partitioner = partitioner
         self._measure_lengths = lengths if callable(lengths) else None

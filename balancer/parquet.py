@@ -37,6 +37,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
     Attributes:
         paths: The files, in order.
         batch_size: Samples in a batch; the last one may be smaller.
+        rank: This process.
+        world_size: Number of processes that share the files.
         names: Columns that are read.
     """
 
@@ -60,7 +62,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             raise ValueError(f"rank must be in [0, world_size), got {rank} of {world_size}")
         self.paths = _found(path)
         self.batch_size = batch_size
-        self._rank, self._world_size = rank, world_size
+        self.rank, self.world_size = rank, world_size
         self._drop_last, self._shuffle, self._seed = drop_last, shuffle, seed
         self._fill_value, self._use_threads = fill_value, use_threads
         self._groups: list[_RowGroup] = []
@@ -94,7 +96,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
         worker = get_worker_info()
-        share = order[self._rank :: self._world_size]
+        share = order[self.rank :: self.world_size]
         if worker is not None:
             share = share[worker.id :: worker.num_workers]
         return [self._groups[i] for i in share]
@@ -203,8 +205,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
     def _identity(self) -> dict[str, Any]:
         return {
             "files": self._files,
-            "rank": self._rank,
-            "world_size": self._world_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "shuffle": self._shuffle,
             "seed": self._seed,
         }

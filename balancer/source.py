@@ -125,3 +125,22 @@ def source_of(loader: Any) -> Source:
             "pass the object that it was made from"
         )
     return ReplayedSource(loader)
+
+
+def check_share(loader: Any, rank: int, world_size: int) -> None:
+    """Refuse a loader that reads the share of another rank, or of another number of ranks.
+
+    Only what says so can be checked: `read_parquet` and DistributedSampler, alone or inside a DataLoader.
+
+    Raises:
+        ValueError: Names what is wrong with both numbers; samples would be delivered twice or never.
+    """
+    sampler = getattr(loader, "sampler", None)
+    for part in (loader, getattr(loader, "dataset", None), sampler):
+        ranks = getattr(part, "world_size", getattr(part, "num_replicas", None))
+        share = getattr(part, "rank", None)
+        if isinstance(ranks, int) and isinstance(share, int) and (share, ranks) != (rank, world_size):
+            raise ValueError(
+                f"{type(part).__name__} reads the share of rank {share} of {ranks}, but this is rank {rank} of "
+                f"{world_size}: samples would be delivered twice or never; give it rank={rank} and {world_size} ranks"
+            )

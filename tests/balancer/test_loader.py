@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from freescale.balancer import (
     JaggedBatch,
@@ -467,3 +467,15 @@ def test_attributes_of_the_wrapped_loader_pass_through() -> None:
     with pytest.raises(AttributeError):
         _ = loader.no_such_thing
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_loader_that_reads_another_share_is_refused() -> None:
+    numbers: Any = range(10)
+
+    def run(transport: Transport) -> None:
+        sampler: DistributedSampler[int] = DistributedSampler(numbers, num_replicas=3, rank=transport.rank)
+        source: DataLoader[int] = DataLoader(numbers, batch_size=2, sampler=sampler)
+        with pytest.raises(ValueError, match=f"rank {transport.rank} of 3, but this is rank {transport.rank} of 2"):
+            balance(source, transport, lengths=lambda batch: batch)
+
+    run_in_threads(2, run)

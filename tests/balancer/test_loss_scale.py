@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     def per_sample(self, batch: JaggedBatch) -> Tensor:
         error: Tensor = self.history(batch).sum(1) - batch["target"].values
-        return error**2
+        return error.square()
 
     def per_candidate(self, batch: JaggedBatch) -> Tensor:
         owner = torch.repeat_interleave(torch.arange(batch.batch_size), batch["label"].levels[0])
