@@ -1,0 +1,99 @@
+"""Documents are true: their Python runs, their links lead somewhere, the commands and tests they name exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def python_of(name: str) -> str:
+    """The Python blocks of a document as one script, with the document's line numbers."""
+    text, script = (ROOT / name).read_text(), ""
+    for block in PYTHON.finditer(text):
+        script += "\n" * (text[: block.start(1)].count("\n") - script.count("\n")) + block[1]
+    return script
+
+
+WITH_PYTHON = [name for name in NAMES if python_of(name)]
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that a Markdown viewer gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_there_is_python_in_the_documents_that_users_start_from() -> None:
+    assert {"README.md", "docs/partitioners.md", "docs/batches.md", "docs/transports.md"} <= set(WITH_PYTHON)
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder of its own. Warnings are errors, but for the one that has a test of its own."""
+    path = folder / "blocks.py"
+    path.write_text(script)
+    options = ["-W", "error::UserWarning", "-W", "ignore:ranks had :UserWarning"]
+    command = [sys.executable, *options, str(path)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_python_in_a_document_runs(name: str, tmp_path: Path) -> None:
+    done = run(python_of(name), tmp_path)
+    assert done.returncode == 0, f"{name}, line numbers as there:\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    document = ROOT / name
+    for link in LINK.findall(document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        place, _, anchor = link.partition("#")
+        target = document.parent / place if place else document
+        assert target.exists(), f"{name} links to {link}"
+        if anchor:
+            assert anchor in anchors_of(target), f"{name} links to {link}; there are {sorted(anchors_of(target))}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_make_targets_and_modules_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for module in re.findall(r"python -m freescale\.([\w.]+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_that_are_named_exist(name: str) -> None:
+    named = set(re.findall(r"`((?:test|check)_\w+)`", (ROOT / name).read_text()))
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert named <= set(re.findall(r"def ((?:test|check)_\w+)\(", code))
+
+
+def test_every_public_name_of_the_balancer_is_in_a_document() -> None:
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    init = (ROOT / "balancer" / "__init__.py").read_text()
+    public = set(re.findall(r'^    "(\w+)",$', init, re.MULTILINE))
+    internal = {"Adapter", "BalancerIterDataPipe", "Cost", "ParquetSource", "Partitioner", "adapter_for"}
+    missing = {name for name in public - internal if not re.search(rf"\b{name}\b", text)}
+    assert public
+    assert not missing
+
+
+def test_a_block_that_fails_is_seen_at_its_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.md"
+    broken.write_text("text\n```python\nx = 1\n```\nmore\n```\nnot python\n```\n```python\nassert x == 3\n```\n")
+    done = run(python_of(str(broken)), tmp_path)
+    assert done.returncode != 0
+    assert 'blocks.py", line 10' in done.stderr
