@@ -121,9 +121,10 @@ class CostModel:
             expected = features @ self._terms
         else:
             expected = scaled[:, 1] * np.median(seconds / np.maximum(scaled[:, 1], 1e-9))
-        error = np.abs(seconds - expected) / seconds
+        expected = np.maximum(expected, 0.1 * np.median(seconds))
+        error = np.abs(seconds - expected) / expected
         bound = 3 * max(_TYPICAL_ERROR, float(np.median(error)))
-        weight = np.minimum(1.0, bound / np.maximum(error, 1e-12)) / seconds**2
+        weight = np.minimum(1.0, bound / np.maximum(error, 1e-12)) / expected**2
         products = scaled[:, :, None] * np.concatenate([scaled, seconds[:, None]], axis=1)[:, None, :]
         fade = np.exp(-len(seconds) / self.memory)
         self._moments = fade * self._moments + (products * weight[:, None, None]).sum(axis=0)

@@ -41,6 +41,20 @@ class WorldSamples:
             partitioner remembers of rank r belongs to rank `first_rank + r`.
         cost: Cost of each sample, where it is settled already (`keep_together` sums the costs of the samples that it
             merges). Shape [N], float64. None: the partitioner's own cost decides.
+
+    Raises:
+        ValueError: `world_size` is below 1, or a tensor has another number of entries than it should.
+
+    Example:
+        A partitioner is any function that gives each sample its rank, here users to ranks by their id. Loaded with
+        `balance(dataloader, transport, partitioner=by_user, gather=("user_id",), …)`:
+
+        >>> def by_user(world):
+        ...     return world.gathered["user_id"] % world.world_size
+        >>> user_id = torch.tensor([4, 7, 4])
+        >>> world = WorldSamples(2, torch.tensor([0, 0, 1]), torch.tensor([9, 5, 7]), gathered={"user_id": user_id})
+        >>> by_user(world)
+        tensor([0, 1, 0])
     """
 
     world_size: int

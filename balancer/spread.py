@@ -15,7 +15,8 @@ def spread_by_speed(load: Workload) -> Ints:
 
     Rank r would like the samples at quantiles `((k + 1/2) / count) ** warp[r]` of the costs, costliest first, where the
     warp is such that they add up to what its speed can take. The wishes of all ranks, sorted, meet the samples, sorted.
-    Two corrections of the wishes by what came out follow.
+    That comes within one or two percent of even times, near enough for swaps. (Swaps alone leave one slow rank of 4,096
+    with 9 percent: each of the others has room for too little of what it should give away.)
 
     Args:
         load: What to spread.
@@ -32,15 +33,11 @@ def spread_by_speed(load: Workload) -> Ints:
     zigzag = np.where(turn % 2 == 0, rank, world_size - 1 - rank)
     middle = (turn + 0.5) / np.maximum(counts[rank], 1)
     wanted = np.maximum(load.ideal_time * load.speeds - load.overhead, 0.0)
-    wished = wanted / np.maximum(counts, 1)
+    warp = _warps(load.costs[order], wanted / np.maximum(counts, 1))
+    # Rounded to float32: the last bits of a power may differ between kinds of CPU, and a plan must not.
+    places = (middle ** warp[rank]).astype(np.float32)
     owner = np.empty(num_samples, dtype=np.int64)
-    for _ in range(3):
-        warp = _warps(load.costs[order], wished)
-        # Rounded to float32: the last bits of a power may differ between kinds of CPU, and a plan must not.
-        places = (middle ** warp[rank]).astype(np.float32)
-        owner[order] = rank[np.lexsort((zigzag, places))]
-        got = np.bincount(owner, weights=load.costs, minlength=world_size)
-        wished = wished + (wanted - got) / np.maximum(counts, 1)
+    owner[order] = rank[np.lexsort((zigzag, places))]
     return owner
 
 

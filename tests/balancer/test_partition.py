@@ -18,7 +18,8 @@ from torch import Tensor
 from freescale.balancer.metrics import bytes_moved, rank_loads, straggler_percentage
 from freescale.balancer.partition import HomeBatchSize, fixed_batch_size, greedy_batch_size, home_batch_size
 from freescale.balancer.plan import Partitioner, WorldSamples, validate_plan
-from freescale.balancer.workload import costliest_first
+from freescale.balancer.swaps import even_out
+from freescale.balancer.workload import costliest_first, workload
 
 EQUAL_COUNTS: dict[str, Partitioner] = {
     "fixed": fixed_batch_size,
@@ -204,6 +205,30 @@ def test_speeds_even_out_time_at_equal_counts(world_size: int, slow: str) -> Non
         times = rank_loads(owner, world.uih_lengths, world_size) / torch.tensor(speeds, dtype=torch.float64)
         assert torch.bincount(owner).tolist() == [128] * world_size
         assert straggler_percentage(times) <= most
+
+
+@given(world=worlds(), speeds=st.lists(st.sampled_from([0.2, 1.0, 3.0]), min_size=9, max_size=9))
+@settings(max_examples=200, deadline=None)
+def test_swaps_never_slow_the_slowest_rank_nor_lift_another_over_the_limit(
+    world: WorldSamples, speeds: list[float]
+) -> None:
+    load = workload(Speeds(speeds[: world.world_size]), world)
+    before = world.rank.numpy().copy()
+    after = even_out(before, load, tolerance=0.01)
+    was, became = load.times(before), load.times(after)
+    giant = max(load.costs / load.speeds[before], default=0)
+    limit = max(giant, load.ideal_time / 0.99) * (1 + 1e-12)
+    assert became.max() <= was.max() * (1 + 1e-12)
+    assert ((became <= limit) | (became <= was * (1 + 1e-12))).all()
+    assert np.array_equal(np.bincount(after, minlength=9), np.bincount(before, minlength=9))
+
+
+def test_one_slow_rank_of_4096_is_relieved_though_no_other_has_much_room() -> None:
+    speeds = [1.0] * 4096
+    speeds[3] = 1 / 1.3
+    world = lognormal_world(4096, 128)
+    times = rank_loads(greedy_batch_size(cost=Speeds(speeds))(world), world.uih_lengths, 4096)
+    assert straggler_percentage(times / torch.tensor(speeds, dtype=torch.float64)) <= 0.02
 
 
 def test_an_overhead_that_slow_ranks_feel_more_is_made_up_for() -> None:
