@@ -52,4 +52,4 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Ten
     taken = pc.take(
         ranges, pa.array(np.arange(0, 2 * n, 2)), boundscheck=False
     )  # checking costs a third of small copies
-    return torch.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), total, [None, taken.buffers()[2]]))
+    return torch.utils.dlpack.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), total, [None, taken.buffers()[2]]))

@@ -147,7 +147,7 @@ def _check_pairs(starts: Tensor, lengths: Tensor) -> None:
 
 
 def _as_list(values: Values, *structure: Tensor) -> list[Tensor]:
-    tensors = [values] if isinstance(values, Tensor) else list(values)
+    tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
     if not tensors:
         raise ValueError("values must hold at least one tensor, got an empty sequence")
     first = tensors[0]

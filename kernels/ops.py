@@ -1,8 +1,11 @@
-"""The operators `torch.ops.freescale.*`: schemas, device dispatch, fake implementations, gradients (paper, section 4.2).
+"""The operators `torch.ops.freescale.*`: schemas, dispatch, fake implementations, gradients (paper, section 4.2).
 
 The tensor's device alone decides which implementation runs. Gradients close over the operators themselves: the
 gradient of a gather (permute, dispatch) is `sum_ranges`, the gradient of a scatter (combine, sum) is
 `dispatch_ranges`, and a transpose goes back by another transpose.
+
+Every operator has an overload `plain` without a gradient, which calls use that need none: PyTorch's path through a
+gradient written in Python costs as much host time as a small copy.
 """
 
 from __future__ import annotations
@@ -15,30 +18,29 @@ from torch import Tensor
 
 from . import host_jagged
 
+_SCHEMAS = {
+    "permute_jagged": "(Tensor[] values, Tensor lengths, Tensor rows, SymInt? total) -> (Tensor[], Tensor)",
+    "dispatch_ranges": "(Tensor[] values, Tensor starts, Tensor lengths, SymInt? total) -> Tensor[]",
+    "combine_ranges": "(Tensor[] values, Tensor starts, Tensor lengths, SymInt size) -> Tensor[]",
+    "sum_ranges": "(Tensor[] values, Tensor starts, Tensor lengths, SymInt size) -> Tensor[]",
+    "transpose_keyed": "(Tensor[] values, Tensor lengths) -> (Tensor[], Tensor)",
+}
 _library = torch.library.Library("freescale", "DEF")
-_library.define("permute_jagged(Tensor[] values, Tensor lengths, Tensor rows, SymInt? total) -> (Tensor[], Tensor)")
-_library.define("dispatch_ranges(Tensor[] values, Tensor starts, Tensor lengths, SymInt? total) -> Tensor[]")
-_library.define("combine_ranges(Tensor[] values, Tensor starts, Tensor lengths, SymInt size) -> Tensor[]")
-_library.define("sum_ranges(Tensor[] values, Tensor starts, Tensor lengths, SymInt size) -> Tensor[]")
-_library.define("transpose_keyed(Tensor[] values, Tensor lengths) -> (Tensor[], Tensor)")
-
-_OPERATORS = ("permute_jagged", "dispatch_ranges", "combine_ranges", "sum_ranges", "transpose_keyed")
 
 
-def _on_device(name: str) -> Callable[..., Any]:
-    """Import Triton at the first CUDA call: CPU builds of torch bring none."""
+def _on_gpu(name: str) -> Callable[..., Any]:
+    """Import Triton at the first CUDA call, since CPU builds of torch bring none, and launch on the tensors' device."""
 
-    def implementation(*args: Any) -> Any:
+    def implementation(values: list[Tensor], *args: Any) -> Any:
         from . import device_jagged
 
-        return getattr(device_jagged, name)(*args)
+        operation = getattr(device_jagged, name)
+        if values[0].device.index == torch.cuda.current_device():
+            return operation(values, *args)
+        with torch.cuda.device(values[0].device):
+            return operation(values, *args)
 
     return implementation
-
-
-for _name in _OPERATORS:
-    _library.impl(_name, getattr(host_jagged, _name), "CPU")
-    _library.impl(_name, _on_device(_name), "CUDA")
 
 
 def _resized(values: list[Tensor], size: int | torch.SymInt) -> list[Tensor]:
@@ -52,33 +54,26 @@ def _known_or_new(total: int | torch.SymInt | None) -> int | torch.SymInt:
     return size
 
 
-@torch.library.register_fake("freescale::permute_jagged")
-def _(values: list[Tensor], lengths: Tensor, rows: Tensor, total: int | None) -> tuple[list[Tensor], Tensor]:
+def _fake_permute(
+    values: list[Tensor], lengths: Tensor, rows: Tensor, total: int | None
+) -> tuple[list[Tensor], Tensor]:
     return _resized(values, _known_or_new(total)), lengths.new_empty(rows.shape)
 
 
-@torch.library.register_fake("freescale::dispatch_ranges")
-def _(values: list[Tensor], starts: Tensor, lengths: Tensor, total: int | None) -> list[Tensor]:
+def _fake_dispatch(values: list[Tensor], _starts: Tensor, _lengths: Tensor, total: int | None) -> list[Tensor]:
     return _resized(values, _known_or_new(total))
 
 
-@torch.library.register_fake("freescale::combine_ranges")
-def _(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
+def _fake_combine(values: list[Tensor], _starts: Tensor, _lengths: Tensor, size: int) -> list[Tensor]:
     return _resized(values, size)
 
 
-@torch.library.register_fake("freescale::sum_ranges")
-def _(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
-    return _resized(values, size)
-
-
-@torch.library.register_fake("freescale::transpose_keyed")
-def _(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor], Tensor]:
-    return _resized(values, values[0].shape[0]), lengths.new_empty(tuple(reversed(lengths.shape)))
+def _fake_transpose(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor], Tensor]:
+    return _resized(values, values[0].shape[0]), lengths.new_empty((lengths.shape[1], lengths.shape[0]))
 
 
 def _each_wanted(
-    ctx: Any, gradients: list[Tensor | None], operator: Callable[[list[Tensor]], list[Tensor]]
+    ctx: Any, gradients: list[Tensor | None], operator: Callable[[list[Tensor]], Any]
 ) -> list[Tensor | None]:
     """Run the operator once over the gradients that exist and are asked for."""
     wanted = [i for i, gradient in enumerate(gradients) if ctx.needs_input_grad[0][i] and gradient is not None]
@@ -99,14 +94,14 @@ def _remember_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _permute_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> tuple[Any, ...]:
     lengths, rows, permuted_lengths = ctx.saved_tensors
 
-    def add_back(grads: list[Tensor]) -> list[Tensor]:
+    def add_back(grads: list[Tensor]) -> Any:
         starts = (lengths.long().cumsum(0) - lengths)[rows]
         return sum_ranges(grads, starts, permuted_lengths, ctx.size)
 
     return _each_wanted(ctx, gradients, add_back), None, None, None
 
 
-def _remember_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _remember_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs[1:3])
     ctx.size = inputs[0][0].shape[0]
 
@@ -123,7 +118,7 @@ def _combine_backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ..
     return back, None, None, None
 
 
-def _remember_transpose(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _remember_transpose(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -133,14 +128,27 @@ def _transpose_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> tup
     return _each_wanted(ctx, gradients, lambda grads: transpose_keyed(grads, lengths)[0]), None
 
 
-torch.library.register_autograd("freescale::permute_jagged", _permute_backward, setup_context=_remember_permute)
-torch.library.register_autograd("freescale::dispatch_ranges", _dispatch_backward, setup_context=_remember_dispatch)
-torch.library.register_autograd("freescale::combine_ranges", _combine_backward, setup_context=_remember_dispatch)
-torch.library.register_autograd("freescale::sum_ranges", _combine_backward, setup_context=_remember_dispatch)
-torch.library.register_autograd("freescale::transpose_keyed", _transpose_backward, setup_context=_remember_transpose)
+def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """Define an operator in both overloads; return a function that calls the one that its arguments need."""
+    for overload in (name, f"{name}.plain"):
+        _library.define(overload + _SCHEMAS[name])
+        _library.impl(overload, getattr(host_jagged, name), "CPU")
+        _library.impl(overload, _on_gpu(name), "CUDA")
+        torch.library.register_fake(f"freescale::{overload}", fake, lib=_library)
+    torch.library.register_autograd(f"freescale::{name}", backward, setup_context=remember, lib=_library)
+    packet = getattr(torch.ops.freescale, name)
+    differentiable, plain = packet.default, packet.plain
 
-permute_jagged: Callable[..., tuple[list[Tensor], Tensor]] = torch.ops.freescale.permute_jagged.default
-dispatch_ranges: Callable[..., list[Tensor]] = torch.ops.freescale.dispatch_ranges.default
-combine_ranges: Callable[..., list[Tensor]] = torch.ops.freescale.combine_ranges.default
-sum_ranges: Callable[..., list[Tensor]] = torch.ops.freescale.sum_ranges.default
-transpose_keyed: Callable[..., tuple[list[Tensor], Tensor]] = torch.ops.freescale.transpose_keyed.default
+    def either(values: list[Tensor], *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values):
+            return differentiable(values, *args)
+        return plain(values, *args)
+
+    return either
+
+
+permute_jagged = _operator("permute_jagged", _fake_permute, _remember_permute, _permute_backward)
+dispatch_ranges = _operator("dispatch_ranges", _fake_dispatch, _remember_dispatch, _dispatch_backward)
+combine_ranges = _operator("combine_ranges", _fake_combine, _remember_dispatch, _combine_backward)
+sum_ranges = _operator("sum_ranges", _fake_combine, _remember_dispatch, _combine_backward)
+transpose_keyed = _operator("transpose_keyed", _fake_transpose, _remember_transpose, _transpose_backward)

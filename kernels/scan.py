@@ -1,5 +1,9 @@
 """Offsets of jagged lengths, the lengths before and after a permutation at once, in one launch (paper, section 4.2)."""
 
+# Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -8,14 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .copy_ranges import ROWS, STARTS, TRANSPOSED, row_of
+from .launch import launch
 
 BLOCK = 2048  # lengths that one program scans
-MAX_BLOCKS = 32  # above it torch.cumsum is faster, as every program adds up all that lies before its block
+MAX_BLOCKS = 8  # above it torch.cumsum is faster, as every program adds up all that lies before its block
 
 
-@triton.jit(do_not_specialize=["n", "num_rows", "num_keys", "num_samples"])
+@triton.jit(
+    do_not_specialize=["n", "num_rows", "num_keys", "num_samples"],
+    do_not_specialize_on_alignment=["lengths", "rows", "own_offsets", "offsets", "gathered"],
+)
 def scan_kernel(
-    lengths, rows, own_offsets, offsets, gathered, n, num_rows, num_keys, num_samples,
+    lengths, rows, own_offsets, offsets, gathered,
+    n: tl.int64, num_rows: tl.int64, num_keys: tl.int64, num_samples: tl.int64,
     ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scan one block: program (b, 0) of the lengths as they lie, program (b, 1) of the lengths in their new order."""
@@ -32,8 +41,6 @@ def scan_block(
 ):
     """Write the offsets after each length of the block, and the lengths themselves where they come in a new order."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
-    n = n.to(tl.int64)
-    num_keys = num_keys.to(tl.int64)
     before = tl.zeros([BLOCK], tl.int64)
     earlier = block * 0
     while earlier < block:
@@ -55,7 +62,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
     offsets = torch.empty(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     if len(lengths) <= BLOCK * MAX_BLOCKS and len(lengths):
         blocks = -(-len(lengths) // BLOCK)
-        scan_kernel[(blocks, 1)](lengths, None, offsets, None, None, len(lengths), 0, 1, 1, ORDER=STARTS, BLOCK=BLOCK)
+        arguments = (lengths, None, offsets, None, None, len(lengths), 0, 1, 1)
+        launch(scan_kernel, (blocks, 1, 1), (lengths.dtype,), arguments, (STARTS, BLOCK), num_warps=8)
     else:
         offsets[:1].zero_()
         torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
@@ -86,8 +94,8 @@ def _scan_both(
     own = torch.empty(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     new = torch.empty(gathered.numel() + 1, dtype=torch.int64, device=lengths.device)
     blocks = -(-max(len(lengths), gathered.numel()) // BLOCK)
-    scan_kernel[(blocks, 2)](
-        lengths, rows, own, new, gathered, len(lengths), gathered.numel(), *shape,
-        ORDER=TRANSPOSED if rows is None else ROWS, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    order = TRANSPOSED if rows is None else ROWS
+    key = (lengths.dtype, None if rows is None else rows.dtype)
+    arguments = (lengths, rows, own, new, gathered, len(lengths), gathered.numel(), *shape)
+    launch(scan_kernel, (blocks, 2, 1), key, arguments, (order, BLOCK), num_warps=8)
     return own, new, gathered

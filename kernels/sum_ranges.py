@@ -1,9 +1,13 @@
-"""The Triton kernel behind the gradient of every gather: pieces added into places that may overlap (paper, section 4.2).
+"""The Triton kernel behind the gradient of every gather: pieces added into places, which may overlap, section 4.2.
 
-Work is split by rows of the result. With the pieces sorted by start, the ones that may cover a row are an interval: from
+Work is split by rows of the result. With the pieces sorted by start, those that may cover a row are an interval: from
 the first whose reach (the furthest end so far) is beyond the row to the last that starts at or before it. Each row adds
 them in that order: no atomics, the same bits every time.
 """
+
+# Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
