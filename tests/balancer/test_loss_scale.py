@@ -46,7 +46,8 @@ class Model(nn.Module):
         )
 
     def per_token(self, batch: JaggedBatch) -> Tensor:
-        return (self.mix(self.pages(batch["uih"].values)) ** 2).sum(1)
+        mixed: Tensor = self.mix(self.pages(batch["uih"].values))
+        return mixed.square().sum(1)
 
 
 def local_batch(rank: int, step: int) -> JaggedBatch:
