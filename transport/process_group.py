@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .errors import TransportError, TransportTimeout, Unavailable
@@ -16,7 +19,19 @@ from .lane import HostTransport, open_lane
 from .wire import Purpose
 
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
-_abandoned: list[dist.ProcessGroupGloo] = []
+_c10d: Any = dist  # torch's stubs lack what is used through this name
+
+
+class _Gloo(Protocol):
+    """The one operation of torch.distributed.ProcessGroupGloo that is used here."""
+
+    def alltoall_base(
+        self, target: Tensor, source: Tensor, received: list[int], sent: list[int], options: object
+    ) -> dist.Work: ...
+
+
+_abandoned: list[_Gloo] = []
+_num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
 def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -42,15 +57,13 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     if dist.get_rank() not in members:
         raise ValueError(f"group must contain this process, rank {dist.get_rank()}, has ranks {members}")
     rank = members.index(dist.get_rank())
-    store = dist.distributed_c10d._get_default_store().clone()
+    # A clone, so that the deadline is not set on the connection that everybody shares.
+    store = _c10d.distributed_c10d._get_default_store().clone()
     store.set_timeout(timedelta(seconds=timeout_s))
-    prefix = f"freescale/{'-'.join(map(str, members))}"
+    prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
     place = _Place(store, f"{prefix}/{number}", rank, len(members))
     return open_lane(GlooWire(place, check_sizes, timeout_s), "main", rank, len(members), timeout_s, check_sizes)
-
-
-_num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
 @dataclass(frozen=True)
@@ -61,18 +74,19 @@ class _Place:
     has closed a channel that another still holds, or it needs ranks that are no members.
     """
 
-    store: dist.Store
+    store: Any
     prefix: str
     rank: int
     world_size: int
 
-    def make_group(self, purpose: Purpose, timeout_s: float) -> dist.ProcessGroupGloo:
+    def make_group(self, purpose: Purpose, timeout_s: float) -> _Gloo:
         """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
-        store = dist.PrefixStore(f"{self.prefix}/{purpose}", self.store)
+        store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
         try:
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
+            made: _Gloo = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise _translate(error) from error
+        return made
 
 
 class GlooWire:
@@ -86,7 +100,7 @@ class GlooWire:
 
     def __init__(self, place: _Place, check_sizes: bool, timeout_s: float) -> None:
         self._place, self._num_channels = place, 0
-        self._groups: dict[Purpose, dist.ProcessGroupGloo] = {"data": place.make_group("data", timeout_s)}
+        self._groups: dict[Purpose, _Gloo] = {"data": place.make_group("data", timeout_s)}
         if check_sizes:
             self._groups["sizes"] = place.make_group("sizes", timeout_s)
         self._under_way: list[_GlooTicket] = []
@@ -116,7 +130,7 @@ class GlooWire:
 class _GlooTicket:
     """An all-to-all that gloo's own threads carry out."""
 
-    def __init__(self, exchange: Exchange, group: dist.ProcessGroupGloo) -> None:
+    def __init__(self, exchange: Exchange, group: _Gloo) -> None:
         sent_bytes, received_bytes = exchange.sent_bytes.copy(), exchange.received_bytes.copy()
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target

@@ -38,6 +38,11 @@ def fail(how: str, transport: Transport) -> None:
 def main(backend: str, how: str, timeout_s: str) -> None:
     if backend == "process_group":
         torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+    else:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()  # some ranks take seconds to start, more than the deadline
     transport = connect(backend, timeout_s=float(timeout_s))
     transport.all_gather(torch.zeros(1)).wait()
     print("begun", flush=True)

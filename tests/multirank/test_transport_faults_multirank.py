@@ -11,7 +11,7 @@ from rank_processes import Launched, launch
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(__file__).with_name("failing_rank.py")
-DEADLINE_S = 4
+DEADLINE_S = 3
 
 
 def fail(backend: str, how: str, *, recovery: bool = False, deadline_s: float = DEADLINE_S) -> Launched:
@@ -61,8 +61,8 @@ def test_a_killed_rank_is_reported_by_the_survivors(backend: str) -> None:
     assert done.returncode != 0
     assert not done.timed_out, done.explain()
     for rank in (0, 2):
-        assert seconds(reported(done, rank)) < DEADLINE_S + 2
-        assert "Error" in done.errors[rank]
+        assert seconds(reported(done, rank)) < DEADLINE_S + 3
+        assert "freescale.transport.errors.Transport" in done.errors[rank]
 
 
 def test_mpiexec_ends_the_job_when_a_rank_is_killed() -> None:
@@ -79,7 +79,7 @@ def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
         text = reported(done, rank)
         assert text.startswith("TransportTimeout")
         assert "missing: ranks [1]" in text
-        assert DEADLINE_S - 1 < seconds(text) < DEADLINE_S + 2
+        assert DEADLINE_S - 1 < seconds(text) < DEADLINE_S + 3
 
 
 @BACKENDS
@@ -103,8 +103,7 @@ def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang() -> None:
 
 def test_a_thread_that_fails_does_not_keep_the_job() -> None:
     done = fail("mpi", "thread")
-    assert done.returncode == 1
-    assert not done.timed_out
+    assert done.returncode == 0, done.explain()
     assert "sizes[1] must be the rows" in done.errors[1]
 
 

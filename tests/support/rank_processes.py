@@ -141,15 +141,21 @@ def _start_commands(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, mark: str) -> bool:
-    """Wait for all; kill everything at the deadline. True when that was needed."""
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    """Wait for all; kill everything at the deadline, or when only stopped ranks are left. True at the deadline."""
+    while left := [process for process in processes if process.poll() is None]:
+        late = time.monotonic() > deadline
+        if late or all(_is_stopped(process.pid) for process in left):
             _kill(mark)
-            for straggler in processes:
-                straggler.wait(10)
-            return True
+            for process in left:
+                process.wait(10)
+            return late
+        time.sleep(0.02)
+    return False
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 

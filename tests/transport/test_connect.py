@@ -37,7 +37,7 @@ def test_a_group_of_no_ranks_is_refused(world_size: Any) -> None:
 
 
 def test_a_process_group_must_be_initialised() -> None:
-    with pytest.raises(Unavailable, match="call torch.distributed.init_process_group"):
+    with pytest.raises(Unavailable, match=r"call torch\.distributed\.init_process_group"):
         connect("process_group")
 
 
@@ -86,13 +86,12 @@ def test_mpi_after_its_end_is_refused() -> None:
     assert "finalized" in refuse(f"from mpi4py import MPI; MPI.Finalize(); {CONNECT}")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_child_process_is_no_mpi_rank(method: str) -> None:
+def test_a_child_process_is_no_mpi_rank() -> None:
     code = (
         "import multiprocessing as m\n"
         "from freescale.transport import connect\n"
         "if __name__ == '__main__':\n"
-        f"    c = m.get_context('{method}').Process(target=connect, args=('mpi',))\n"
+        "    c = m.get_context('spawn').Process(target=connect, args=('mpi',))\n"
         "    c.start(); c.join(50)"
     )
     assert "a child process of multiprocessing would join as the rank of its parent" in refuse(code)
