@@ -25,7 +25,7 @@ def karmarkar_karp(costs: Sequence[float], world_size: int) -> list[int]:
 
     Example:
         >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
-        [1, 0, 1, 0, 1]
+        [1, 0, 1, 0, 0]
     """
     return _merge_all([(-cost, i, [(cost, [i])]) for i, cost in enumerate(costs)], len(costs), world_size)
 

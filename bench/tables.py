@@ -72,10 +72,16 @@ def write_result(
 
     Returns:
         The file.
+
+    Raises:
+        ValueError: The file cannot be written.
     """
     path = folder / f"{datetime.now(UTC):%Y-%m-%d}-{name}.md"
     about = [f"- {key}: `{value}`" if key == "command" else f"- {key}: {value}" for key, value in environment.items()]
     body = [part if isinstance(part, str) else markdown(part) for part in parts]
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join([f"# {title}", "\n".join(about), *body]) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n".join([f"# {title}", "\n".join(about), *body]) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -144,6 +144,9 @@ def test_files_that_cannot_be_written_are_errors(tmp_path: Path, capsys: pytest.
     for option in ("--json", "--plot"):
         assert partition.main([*few, option, str(tmp_path / "missing" / "file.png")]) == 1
         assert "error: cannot write" in capsys.readouterr().err
+    (tmp_path / "a_file").write_text("")
+    assert partition.main([*few, "--results", str(tmp_path / "a_file")]) == 1
+    assert "error: cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--world-size", "0"], ["--batch-size", "x"], ["--repeats", "-1"], ["--nonsense"]])
