@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from balancer_campaign import FACES, partitioners, run_campaign
+from balancer_campaign import cases, run_campaign
 from rank_processes import launch
 from rank_threads import run_in_threads
 
-EPOCHS = len(FACES) * len(partitioners(1))
+EPOCHS = len(cases(1))
 
 
 @pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
