@@ -37,7 +37,7 @@ class BalancerIterDataPipe(IterDataPipe[Any]):
         *,
         candidates: str | None = None,
         gather: Sequence[str] = (),
-        jagged: Mapping[str, str] | None = None,
+        jagged: Mapping[str, str | tuple[str, ...]] | None = None,
         example: Any = None,
         prefetch: int = 2,
         drop_small: bool = False,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -21,9 +22,11 @@ from .adapt import Adapter, adapter_for, adapter_from
 from .batch import JaggedBatch
 from .header import State
 from .partition import greedy_batch_size
+from .payload import Sections
 from .plan import Partitioner
 from .protocol import LocalBatch, Protocol
 from .report import Report
+from .schema import Schema
 from .selection import Selection
 from .source import Source, check_share, source_of
 from .worker import End, Worker
@@ -52,7 +55,8 @@ class BalancedLoader(Generic[T]):
         partitioner: Gives each sample its rank; see `WorldSamples`.
         candidates: Column whose lengths are the number of candidates, when no nested column shows them.
         gather: Dense columns that the partitioner wants to see for the whole world, besides those it asks for itself.
-        jagged: For batches that hold jagged features as two plain tensors: values field → lengths field.
+        jagged: For batches that hold jagged features as plain tensors: values field → lengths field, or for nested
+            ones → (counts field, lengths field).
         example: A batch, of any size, for ranks that may never see one. Only for types that describe themselves by a
             class of the user's (dataclasses, NamedTuples).
         prefetch: Balanced batches to have ready ahead of the trainer.
@@ -78,7 +82,7 @@ class BalancedLoader(Generic[T]):
         *,
         candidates: str | None = None,
         gather: Sequence[str] = (),
-        jagged: Mapping[str, str] | None = None,
+        jagged: Mapping[str, str | tuple[str, ...]] | None = None,
         example: Any = None,
         prefetch: int = 2,
         drop_small: bool = False,
@@ -98,12 +102,14 @@ class BalancedLoader(Generic[T]):
         self._transport = transport.channel("balancer", check_sizes=False)
         self._partitioner = partitioner
         self._measure_lengths = lengths if callable(lengths) else None
+        self._jagged = dict(jagged or {})
         names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
+        names = tuple(self._values_field(name) for name in names)
         if not names and self._measure_lengths is None:
             raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
         asked = (*getattr(partitioner, "gather", ()), *gather)
+        candidates = None if candidates is None else self._values_field(candidates)
         self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)))
-        self._jagged = dict(jagged or {})
         self._adapter: Adapter[Any] | None = None
         if example is not None:
             self._adapter = adapter_for(example, jagged=self._jagged)
@@ -195,6 +201,13 @@ class BalancedLoader(Generic[T]):
 
     # ---- batches
 
+    def _values_field(self, name: str) -> str:
+        """The column that a name stands for: lengths given as a field of their own belong to their values' column."""
+        for values, fields in self._jagged.items():
+            if name in ((fields,) if isinstance(fields, str) else fields):
+                return values
+        return name
+
     def _flatten(self, batch: T) -> LocalBatch:
         if self._adapter is None:
             self._adapter = adapter_for(batch, jagged=self._jagged)
@@ -203,7 +216,11 @@ class BalancedLoader(Generic[T]):
         lengths = None
         if self._measure_lengths is not None:
             lengths = _checked_lengths(self._measure_lengths(batch), columns.batch_size)
-        return LocalBatch(State.HAS_BATCH, columns, lengths, self._adapter.describe())
+        schema = Schema.of(columns, self._adapter.describe())
+        sections = Sections(columns, schema)
+        samples = self._selection.sample_words(columns, schema, sections.payload_bytes(), lengths)
+        items = np.array([len(columns[name].values) for name in columns.names], np.int64)
+        return LocalBatch(State.HAS_BATCH, schema, sections, samples, items)
 
     def _restore(self, protocol: Protocol, columns: JaggedBatch) -> Any:
         if self._adapter is None:
@@ -330,10 +347,12 @@ def _refuse_in_worker() -> None:
         )
 
 
-def _checked_lengths(lengths: Tensor, batch_size: int) -> NDArray[np.int64]:
+def _checked_lengths(lengths: Any, batch_size: int) -> NDArray[np.int64]:
+    if isinstance(lengths, np.ndarray):
+        lengths = torch.from_numpy(lengths)
     if not isinstance(lengths, Tensor) or lengths.shape != (batch_size,) or lengths.dtype.is_floating_point:
         got = type(lengths).__name__
         if isinstance(lengths, Tensor):
             got = f"{lengths.dtype} of shape {list(lengths.shape)}"
-        raise ValueError(f"lengths= must give integers of shape [{batch_size}], got {got}")
+        raise ValueError(f"lengths= must give a tensor of integers of shape [{batch_size}], got {got}")
     return lengths.long().numpy()

@@ -35,7 +35,7 @@ class BalancerNode(BaseNode[Any]):
         *,
         candidates: str | None = None,
         gather: Sequence[str] = (),
-        jagged: Mapping[str, str] | None = None,
+        jagged: Mapping[str, str | tuple[str, ...]] | None = None,
         example: Any = None,
         prefetch: int = 2,
         drop_small: bool = False,

@@ -62,10 +62,14 @@ _NARROW_BYTES = 256
 
 
 class Sections:
-    """Where the bytes of each sample lie in a local batch."""
+    """Where the bytes of each sample lie in a local batch.
+
+    Attributes:
+        batch: The batch.
+    """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
-        self.batch_size = batch.batch_size
+        self.batch = batch
         self._sections: list[Section] = []
         self._first: dict[str, int] = {}
         for column_schema in schema.columns:
@@ -91,7 +95,9 @@ class Sections:
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        total = sum((section.offsets for section in self._sections), start=np.zeros(self.batch_size + 1, np.int64))
+        total = sum(
+            (section.offsets for section in self._sections), start=np.zeros(self.batch.batch_size + 1, np.int64)
+        )
         return np.diff(total)
 
 

@@ -40,17 +40,19 @@ class LocalBatch:
 
     Attributes:
         state: Whether there is a batch, or why there is none.
-        columns: The batch, when there is one.
-        uih_lengths: Given when the user computes the lengths. Shape [batch_size], int64.
-        type_description: Of the user's batch type, for ranks without a batch.
+        schema: The columns of the batch, when there is one.
+        sections: Their bytes.
+        samples: What stage I tells of each sample, from `Selection.sample_words`.
+        items: Values in each column. Shape [num_columns], int64.
         text: Why the rank failed.
         load_seconds: How long loading took.
     """
 
     state: State
-    columns: JaggedBatch | None = None
-    uih_lengths: Int64s | None = None
-    type_description: str | None = None
+    schema: Schema | None = None
+    sections: Sections | None = None
+    samples: Int64s = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    items: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     text: str = ""
     load_seconds: float = 0.0
 
@@ -170,20 +172,17 @@ class Protocol:
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
         said = LocalStep(self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text)
         said.seconds_step, said.seconds = self._measured()
-        if local.columns is not None:
-            said.batch_size = local.columns.batch_size
-            said.schema_digest = self._digest_of(local.columns)
+        if local.schema is not None:
+            said.batch_size = len(local.samples)
+            same = self.schema is not None and local.schema.columns == self.schema.columns
+            said.schema_digest = self._digest if same else local.schema.digest
         return said
-
-    def _digest_of(self, columns: JaggedBatch) -> int:
-        schema = Schema.of(columns)
-        return self._digest if self.schema is not None and schema.columns == self.schema.columns else schema.digest
 
     def _hello(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
         """Agree on columns and capacity before the first step. Ranks without a batch learn the columns."""
         said = self._say(local, 0)
-        if local.columns is not None:
-            said.schema_bytes = len(Schema.of(local.columns, local.type_description).to_bytes())
+        if local.schema is not None:
+            said.schema_bytes = len(local.schema.to_bytes())
         work = self.transport.all_gather(encode(said, 0, 0))
         yield "hello"
         world = WorldStep(self._wait(work, "hello"), self.transport.world_size, 0, 0)
@@ -199,8 +198,8 @@ class Protocol:
             if differs:
                 self._raise_schema_mismatch(schemas)
             self._learn(schemas[speaker])
-        if local.columns is not None:
-            self._learn(Schema.of(local.columns, local.type_description))
+        if local.schema is not None:
+            self._learn(local.schema)
         self._capacity = int(world.batch_size.max())
         return world
 
@@ -214,8 +213,8 @@ class Protocol:
         """Some ranks send their columns to all."""
         sizes = np.where(speakers, world.schema_bytes, 0)
         ours = b""
-        if local.columns is not None and speakers[self.transport.rank]:
-            ours = Schema.of(local.columns, local.type_description).to_bytes()
+        if local.schema is not None and speakers[self.transport.rank]:
+            ours = local.schema.to_bytes()
         block = torch.frombuffer(bytearray(ours), dtype=torch.uint8) if ours else torch.empty(0, dtype=torch.uint8)
         work = self.transport.all_gather(block, sizes.tolist())
         yield "hello"
@@ -249,14 +248,9 @@ class Protocol:
         num_columns, num_gathered = len(self.schema.columns), len(self._selection.gather)
         while True:
             said = self._say(local, self._capacity)
-            if local.columns is not None:
-                said.items = np.array([len(local.columns[c].values) for c in local.columns.names], np.int64)
-                if said.schema_digest == self._digest:
-                    payload = Sections(local.columns, self.schema).payload_bytes()
-                    said.samples = self._selection.sample_words(local.columns, self.schema, payload, local.uih_lengths)
-                else:
-                    said.items = np.zeros(num_columns, np.int64)
-                    said.samples = np.zeros((said.batch_size, 3 + num_gathered), np.int64)
+            said.samples = local.samples
+            if said.schema_digest == self._digest:
+                said.items = local.items
             work = self.transport.all_gather(encode(said, num_columns, num_gathered))
             yield "gather_lengths"
             gathered = self._wait(work, "stage I (gather lengths)")
@@ -292,8 +286,8 @@ class Protocol:
         if name is None:
             return torch.zeros(0, dtype=torch.int64)
         ours = torch.zeros(0, dtype=torch.int64)
-        if local.columns is not None:
-            ours = local.columns[name].levels[1]
+        if local.sections is not None:
+            ours = local.sections.batch[name].levels[1]
         samples = world.samples()
         if name != self._selection.candidate_column(self.schema):
             sizes = (yield from self._gather_sizes(len(ours))).tolist()
@@ -319,7 +313,7 @@ class Protocol:
             self.dropped_samples += len(samples)
             return Outcome(dropped=True)
         world_samples = self._world_samples(samples, origin, candidate_lengths, world)
-        shuffle = Shuffle(self.transport, self.schema, local.columns, world_samples, self._receive_buffer)
+        shuffle = Shuffle(self.transport, self.schema, local.sections, world_samples, self._receive_buffer)
         yield from self._agree(shuffle)
         clock.lap("plan")
         self._receive_buffer = shuffle.buffer

@@ -36,7 +36,13 @@ class Selection:
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
     def check(self, batch: JaggedBatch) -> None:
-        """Raise ValueError when a column is missing or of the wrong kind."""
+        """Raise ValueError when a column is missing, of the wrong kind, or not in host memory."""
+        for name in batch.names:
+            if batch[name].values.device.type != "cpu":
+                raise ValueError(
+                    f"column {name!r} is on {batch[name].values.device}; balance() takes batches in host memory: "
+                    "wrap the loader before its batches are copied to a device"
+                )
         named = [("lengths", name) for name in self.lengths]
         named += [("candidates", name) for name in (self.candidates,) if name is not None]
         for argument, name in named:

@@ -28,7 +28,7 @@ class Shuffle:
     Args:
         transport: Moves the messages.
         schema: The columns.
-        batch: The local batch; None without one.
+        sections: The bytes of the local batch; None without one.
         samples: What every rank knows about the global batch.
         buffer: Reused for what arrives, and replaced when it is too small. uint8.
     """
@@ -37,14 +37,14 @@ class Shuffle:
         self,
         transport: Transport,
         schema: Schema,
-        batch: JaggedBatch | None,
+        sections: Sections | None,
         samples: WorldSamples,
         buffer: Tensor,
     ) -> None:
         self._transport = transport
         self._schema = schema
         self._samples = samples
-        self._batch = schema.empty_batch() if batch is None else batch
+        self._sections = Sections(schema.empty_batch(), schema) if sections is None else sections
         self.buffer = buffer
         self.owners: Int64s = np.zeros(0, np.int64)
         self.error: BaseException | None = None
@@ -86,7 +86,6 @@ class Shuffle:
         needed = int(self._received.sum())
         if len(self.buffer) < needed:
             self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8)
-        self._sections = Sections(self._batch, self._schema)
         self._packed = pack(self._sections, self.owners[here], rank, self._sent)
 
     def _message_sizes(self, peers: Int64s, moving: NDArray[np.bool_], size: int) -> Int64s:

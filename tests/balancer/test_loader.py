@@ -479,3 +479,40 @@ def test_a_loader_that_reads_another_share_is_refused() -> None:
             balance(source, transport, lengths=lambda batch: batch)
 
     run_in_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lengths": lambda batch: torch.tensor([3, -1])}, "at least 0, got -1"),
+        ({"lengths": lambda batch: torch.tensor([3.0, 1.0])}, "lengths= must give a tensor of integers"),
+        ({"lengths": lambda batch: [3, 1]}, "got list"),
+        ({"lengths": "n"}, "at least 0, got -5"),
+    ],
+)
+def test_wrong_lengths_on_one_rank_are_an_error_everywhere(options: dict[str, Any], match: str) -> None:
+    def run(transport: Transport) -> None:
+        good = {"n": torch.tensor([3, 1])}
+        bad = {"n": torch.tensor([3, -5])}
+        chosen = options if transport.rank == 1 or isinstance(options["lengths"], str) else {"lengths": lambda b: b["n"]}
+        loader = balance([bad if transport.rank == 1 else good], transport, **chosen)
+        with pytest.raises((PeerFailed, SchemaMismatch), match=match):
+            list(loader)
+
+    run_in_threads(2, run)
+
+
+def test_batches_on_a_device_are_refused_everywhere_by_column() -> None:
+    def run(transport: Transport) -> None:
+        loader = balance([{"n": torch.zeros(2, dtype=torch.int64, device="meta")}], transport, "n")
+        with pytest.raises(PeerFailed, match="column 'n' is on meta"):
+            list(loader)
+
+    run_in_threads(2, run)
+
+
+def test_the_lengths_field_of_a_jagged_feature_names_its_column() -> None:
+    batch = {"n": torch.tensor([1, 3]), "ids": torch.arange(4)}
+    loader = balance([batch], connect("local"), lengths="n", jagged={"ids": "n"})
+    ((_, report),) = loader.with_reports()
+    assert report.tokens_before == (4,)
