@@ -3,20 +3,20 @@
 Start with `balance` (loader.py); `.balance` of DataPipes is in datapipe.py and `BalancerNode` in node.py.
 """
 
-from .adapt import Adapter, adapter_for
-from .batch import Column, JaggedBatch
-from .constraints import capped, grouped, keep_together
-from .cost import CostModel
+from .adapters.adapt import Adapter, adapter_for
+from .batches.batch import Column, JaggedBatch
+from .batches.parquet import ParquetSource, read_parquet
 from .datapipe import BalancerIterDataPipe
 from .errors import BalancerError, PeerClosed, PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from .loader import BalancedLoader, balance
 from .metrics import imbalance, sparsity, straggler_percentage
 from .node import BalancerNode
-from .parquet import ParquetSource, read_parquet
-from .partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from .partitioners.constraints import capped, grouped, keep_together
+from .partitioners.cost import CostModel
+from .partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from .partitioners.variable import VariableBatchSize
 from .plan import Cost, Partitioner, WorldSamples
 from .report import Report
-from .variable import VariableBatchSize
 
 __all__ = [
     "Adapter",

@@ -9,7 +9,7 @@ from torch.utils.data import IterDataPipe, functional_datapipe
 
 from ..transport import Transport
 from .loader import BalancedLoader, Lengths
-from .partition import greedy_batch_size
+from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
 from .report import Report
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..transport import Transport, TransportTimeout
-from .adapt import Adapter, adapter_for, adapter_from
-from .batch import JaggedBatch
-from .header import State
-from .partition import greedy_batch_size
-from .payload import Sections
+from .adapters.adapt import Adapter, adapter_for, adapter_from
+from .batches.batch import JaggedBatch
+from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
-from .protocol import LocalBatch, Protocol
+from .protocol.header import State
+from .protocol.payload import Sections
+from .protocol.protocol import LocalBatch, Protocol
+from .protocol.schema import Schema
+from .protocol.selection import Selection
 from .report import Report
-from .schema import Schema
-from .selection import Selection
 from .source import Source, check_share, source_of
 from .worker import End, Worker
 

@@ -9,7 +9,7 @@ from torchdata.nodes import BaseNode
 
 from ..transport import Transport
 from .loader import BalancedIterator, BalancedLoader, Lengths
-from .partition import greedy_batch_size
+from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
 from .report import Report
 

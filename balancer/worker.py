@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from .batch import JaggedBatch
+from .batches.batch import JaggedBatch
 from .errors import PeerClosed, PeerFailed
-from .header import State
-from .protocol import LocalBatch, Protocol
+from .protocol.header import State
+from .protocol.protocol import LocalBatch, Protocol
 from .report import Report
 from .source import Source
 

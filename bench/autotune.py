@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..balancer.cost import CostModel
 from ..balancer.metrics import imbalance, rank_loads
-from ..balancer.partition import greedy_batch_size, home_batch_size
+from ..balancer.partitioners.cost import CostModel
+from ..balancer.partitioners.partition import greedy_batch_size, home_batch_size
+from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples
-from ..balancer.variable import VariableBatchSize
 from .environment import environment
 from .lengths import length_source
 from .tables import Table, print_table, write_result

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import Progress
 
-from ..balancer.parquet import read_parquet
+from ..balancer.batches.parquet import read_parquet
 from .demo_rank import Settings
 from .demo_report import (
     compute_seconds,

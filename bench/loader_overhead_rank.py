@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..balancer.batch import JaggedBatch
+from ..balancer.batches.batch import JaggedBatch
+from ..balancer.batches.parquet import read_parquet
 from ..balancer.loader import BalancedLoader, balance
-from ..balancer.parquet import read_parquet
 from ..balancer.report import Report
 from ..transport import Transport, connect
 from .launch import rank_main

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ..balancer.batch import Column, JaggedBatch
-from ..balancer.payload import Sections, message_bytes, pack
-from ..balancer.schema import Schema
+from ..balancer.batches.batch import Column, JaggedBatch
+from ..balancer.protocol.payload import Sections, message_bytes, pack
+from ..balancer.protocol.schema import Schema
 from .environment import environment
 from .tables import Table, print_table, write_result
 

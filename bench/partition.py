@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..balancer.constraints import grouped
 from ..balancer.metrics import bytes_moved, imbalance, rank_loads, straggler_percentage
-from ..balancer.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from ..balancer.partitioners.constraints import grouped
+from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples, validate_plan
-from ..balancer.variable import VariableBatchSize
 from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source

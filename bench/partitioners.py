@@ -6,9 +6,9 @@ import importlib
 import sys
 from typing import Any
 
-from ..balancer.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
+from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner
-from ..balancer.variable import VariableBatchSize
 
 BUILT_IN: dict[str, Partitioner | type[VariableBatchSize]] = {
     "fixed_batch_size": fixed_batch_size,
@@ -31,7 +31,7 @@ def load_partitioner(name: str) -> Partitioner:
         ValueError: There is no such partitioner, or it cannot be called.
 
     Example:
-        >>> load_partitioner("greedy_batch_size") is load_partitioner("freescale.balancer.partition:greedy_batch_size")
+        >>> load_partitioner("greedy_batch_size") is load_partitioner("freescale.balancer:greedy_batch_size")
         True
     """
     found = BUILT_IN[name] if name in BUILT_IN else _imported(name)

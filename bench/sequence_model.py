@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..balancer.batch import Column, JaggedBatch
+from ..balancer.batches.batch import Column, JaggedBatch
 from .roles import Roles
 
 _LARGE_PRIME = 1_000_003
@@ -125,7 +125,7 @@ class JaggedAttention(nn.Module):
         Returns:
             Shape [lengths.sum(), width].
         """
-        heads = self.project_in(tokens).view(len(tokens), 3, self.num_heads, -1)
+        heads = self.project_in(tokens).view(len(tokens), 3, self.num_heads, tokens.shape[1] // self.num_heads)
         attended = [
             _attend(segment.permute(1, 2, 0, 3).unsqueeze(1)) for segment in heads.split(lengths[lengths > 0].tolist())
         ]

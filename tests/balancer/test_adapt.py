@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from freescale.balancer.adapt import adapter_for, adapter_from
-from freescale.balancer.batch import Column, JaggedBatch
+from freescale.balancer.adapters.adapt import adapter_for, adapter_from
+from freescale.balancer.batches.batch import Column, JaggedBatch
 
 ORDER = [2, 0, 0, 1]
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.balancer.batch import Column, JaggedBatch
+from freescale.balancer.batches.batch import Column, JaggedBatch
 
 
 def column(array: Any, fill_value: Any = None) -> Column:

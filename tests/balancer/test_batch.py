@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from freescale.balancer.batch import Column, JaggedBatch
-from freescale.balancer.column import ColumnSpec, as_bytes
-from freescale.balancer.select import range_indices, take_ranges
+from freescale.balancer.batches.batch import Column, JaggedBatch
+from freescale.balancer.batches.column import ColumnSpec, as_bytes
+from freescale.balancer.batches.select import range_indices, take_ranges
 
 DTYPES = [
     torch.bool,

@@ -8,13 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.balancer.constraints import capped, grouped, keep_together
-from freescale.balancer.cost import CostModel
 from freescale.balancer.metrics import rank_loads, straggler_percentage
-from freescale.balancer.partition import GreedyBatchSize, fixed_batch_size, greedy_batch_size, home_batch_size
+from freescale.balancer.partitioners.constraints import capped, grouped, keep_together
+from freescale.balancer.partitioners.cost import CostModel
+from freescale.balancer.partitioners.partition import (
+    GreedyBatchSize,
+    fixed_batch_size,
+    greedy_batch_size,
+    home_batch_size,
+)
+from freescale.balancer.partitioners.variable import VariableBatchSize
+from freescale.balancer.partitioners.workload import Ints
 from freescale.balancer.plan import Partitioner, WorldSamples, validate_plan
-from freescale.balancer.variable import VariableBatchSize
-from freescale.balancer.workload import Ints
 from freescale.bench.autotune import Cluster
 
 

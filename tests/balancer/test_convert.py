@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.balancer.batch import Column, JaggedBatch
+from freescale.balancer.batches.batch import Column, JaggedBatch
 
 torchrec = pytest.importorskip("torchrec")
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from freescale.balancer.constraints import grouped
-from freescale.balancer.cost import CostModel
-from freescale.balancer.least_squares import non_negative_least_squares
 from freescale.balancer.metrics import rank_loads
-from freescale.balancer.partition import greedy_batch_size, home_batch_size
+from freescale.balancer.partitioners.constraints import grouped
+from freescale.balancer.partitioners.cost import CostModel
+from freescale.balancer.partitioners.least_squares import non_negative_least_squares
+from freescale.balancer.partitioners.partition import greedy_batch_size, home_batch_size
+from freescale.balancer.partitioners.variable import VariableBatchSize
 from freescale.balancer.plan import WorldSamples
-from freescale.balancer.variable import VariableBatchSize
 from freescale.bench.autotune import Cluster, closed_loop
 
 SLOW_AND_QUADRATIC = Cluster(world_size=16, batch_size=64, square=1e-4, delay=3)

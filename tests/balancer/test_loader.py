@@ -23,7 +23,7 @@ from freescale.balancer import (
     balance,
     greedy_batch_size,
 )
-from freescale.balancer.batch import Column
+from freescale.balancer.batches.batch import Column
 from freescale.transport import Transport, TransportError, connect
 
 from rank_threads import run_in_threads
@@ -494,7 +494,8 @@ def test_wrong_lengths_on_one_rank_are_an_error_everywhere(options: dict[str, An
     def run(transport: Transport) -> None:
         good = {"n": torch.tensor([3, 1])}
         bad = {"n": torch.tensor([3, -5])}
-        chosen = options if transport.rank == 1 or isinstance(options["lengths"], str) else {"lengths": lambda b: b["n"]}
+        same = transport.rank == 1 or isinstance(options["lengths"], str)
+        chosen = options if same else {"lengths": lambda batch: batch["n"]}
         loader = balance([bad if transport.rank == 1 else good], transport, **chosen)
         with pytest.raises((PeerFailed, SchemaMismatch), match=match):
             list(loader)

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from freescale.balancer.batch import JaggedBatch
-from freescale.balancer.parquet import ParquetSource, read_parquet
+from freescale.balancer.batches.batch import JaggedBatch
+from freescale.balancer.batches.parquet import ParquetSource, read_parquet
 
 FILES = {"a.parquet": (23, 7), "b.parquet": (5, 5), "c.parquet": (0, 1), "d.parquet": (17, 3)}  # rows, rows in a group
 NUM_ROWS = sum(rows for rows, _ in FILES.values())

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freescale.balancer.metrics import bytes_moved, rank_loads, straggler_percentage
-from freescale.balancer.partition import HomeBatchSize, fixed_batch_size, greedy_batch_size, home_batch_size
+from freescale.balancer.partitioners.partition import (
+    HomeBatchSize,
+    fixed_batch_size,
+    greedy_batch_size,
+    home_batch_size,
+)
+from freescale.balancer.partitioners.swaps import even_out
+from freescale.balancer.partitioners.workload import costliest_first, workload
 from freescale.balancer.plan import Partitioner, WorldSamples, validate_plan
-from freescale.balancer.swaps import even_out
-from freescale.balancer.workload import costliest_first, workload
 
 EQUAL_COUNTS: dict[str, Partitioner] = {
     "fixed": fixed_batch_size,

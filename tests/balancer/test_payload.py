@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balancer import Column, JaggedBatch, ProtocolError
-from freescale.balancer.payload import Sections, message_bytes, pack, unpack
-from freescale.balancer.schema import Schema
+from freescale.balancer.protocol.payload import Sections, message_bytes, pack, unpack
+from freescale.balancer.protocol.schema import Schema
 
 DTYPES = [torch.int64, torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float64, torch.uint8]
 

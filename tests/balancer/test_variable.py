@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.balancer.cost import CostModel
-from freescale.balancer.cut import exact_cut, prefix_cut
 from freescale.balancer.metrics import rank_loads
+from freescale.balancer.partitioners.cost import CostModel
+from freescale.balancer.partitioners.cut import exact_cut, prefix_cut
+from freescale.balancer.partitioners.variable import VariableBatchSize
 from freescale.balancer.plan import WorldSamples, validate_plan
-from freescale.balancer.variable import VariableBatchSize
 from freescale.bench.autotune import Cluster, closed_loop
 
 

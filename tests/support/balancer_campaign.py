@@ -30,7 +30,7 @@ from freescale.balancer import (
     home_batch_size,
     keep_together,
 )
-from freescale.balancer.partition import GreedyBatchSize
+from freescale.balancer.partitioners.partition import GreedyBatchSize
 from freescale.transport import Transport, connect
 
 DTYPES = [

@@ -49,7 +49,7 @@ def run_in_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline + 1 - time.monotonic()))
+        thread.join(max(0.0, deadline + 10 - time.monotonic()))
     if errors:
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.host_copy import gather_ranges
+from ...kernels.host_copy import gather_ranges
 from .column import Column, as_bytes, offsets_of, row_bytes
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..kernels.host_copy import gather_ranges
-from .batch import Column, JaggedBatch
-from .errors import ProtocolError
+from ...kernels.host_copy import gather_ranges
+from ..batches.batch import Column, JaggedBatch
+from ..errors import ProtocolError
 from .schema import ColumnSchema, Schema
 
 Int64s = NDArray[np.int64]

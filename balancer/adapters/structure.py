@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from .batch import JaggedBatch
-from .column import Column
+from ..batches.batch import JaggedBatch
+from ..batches.column import Column
 
 Build = Callable[[Any, str], "Node"]
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .plan import WorldSamples
+from ..plan import WorldSamples
 
 _KEPT_STEPS = 32  # more than any sensible prefetch; seconds of older steps are ignored
 

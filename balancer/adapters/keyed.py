@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from .batch import JaggedBatch
-from .column import Column
-from .convert import WEIGHTS, jagged_columns, jagged_tensor, keyed_columns, keyed_tensor
+from ..batches.batch import JaggedBatch
+from ..batches.column import Column
+from ..batches.convert import WEIGHTS, jagged_columns, jagged_tensor, keyed_columns, keyed_tensor
 from .leaves import BARE
 from .structure import Node, Parts, below, field
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .batch import Column, JaggedBatch
-from .errors import ProtocolError
+from ..batches.batch import Column, JaggedBatch
+from ..errors import ProtocolError
 
 MAX_SCHEMA_BYTES = 1 << 20
 

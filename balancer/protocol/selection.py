@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .batch import JaggedBatch
+from ..batches.batch import JaggedBatch
 from .schema import Schema
 
 Int64s = NDArray[np.int64]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import Cost, Partitioner, PassesOn, WorldSamples, validate_plan
+from ..plan import Cost, Partitioner, PassesOn, WorldSamples, validate_plan
 from .repair import Budget, repair
 from .workload import Ints, uih_length, workload
 
@@ -83,7 +83,7 @@ def capped(partitioner: Partitioner, *, max_tokens: int | None = None, max_bytes
         ValueError: No budget, a budget below 1, or `partitioner` is a `keep_together`, which has to be outermost.
 
     Example:
-        >>> from freescale.balancer.partition import home_batch_size
+        >>> from freescale.balancer import home_batch_size
         >>> world = WorldSamples(world_size=2, rank=torch.tensor([0, 0, 1]), uih_lengths=torch.tensor([4, 3, 1]))
         >>> capped(lambda world: world.rank, max_tokens=5)(world)
         tensor([0, 1, 1])
@@ -133,7 +133,7 @@ def grouped(partitioner: Partitioner, group_size: int) -> Grouped:
         ValueError: `group_size` is below 1, or `partitioner` is a `keep_together`, which has to be outermost.
 
     Example:
-        >>> from freescale.balancer.partition import greedy_batch_size
+        >>> from freescale.balancer import greedy_batch_size
         >>> world = WorldSamples(world_size=3, rank=torch.tensor([0, 0, 1, 1, 2, 2]), uih_lengths=torch.arange(6))
         >>> grouped(greedy_batch_size, 2)(world)
         tensor([0, 1, 1, 0, 2, 2])
@@ -195,7 +195,7 @@ def keep_together(partitioner: Partitioner, column: str) -> KeepTogether:
         ValueError: `partitioner` is a `keep_together` itself.
 
     Example:
-        >>> from freescale.balancer.partition import greedy_batch_size
+        >>> from freescale.balancer import greedy_batch_size
         >>> session = torch.tensor([7, 8, 7, 9])
         >>> lengths = torch.tensor([3, 4, 3, 1])
         >>> world = WorldSamples(2, torch.tensor([0, 0, 1, 1]), lengths, gathered={"session": session})

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .batch import JaggedBatch
-from .column import Column
-from .convert import nested_column, nested_tensor
+from ..batches.batch import JaggedBatch
+from ..batches.column import Column
+from ..batches.convert import nested_column, nested_tensor
 from .structure import Node, Parts, below, check_type, field
 
 BARE = "values"  # column name of a batch that is one field

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import JaggedBatch
-from .column import Column, ColumnSpec, empty_column
+from ..batches.batch import JaggedBatch
+from ..batches.column import Column, ColumnSpec, empty_column
 from .keyed import JaggedTensorLeaf, KeyedLeaf, torchrec_type
 from .leaves import BatchLeaf, DenseLeaf, Form, LengthsLeaf, NestedLeaf, ValuesLeaf
 from .structure import DictNode, Node, NoneNode, Parts, SequenceNode, below, container_of, field

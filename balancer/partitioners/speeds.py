@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import WorldSamples
+from ..plan import WorldSamples
 from .workload import Floats
 
 _SMOOTHING = 0.3

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..transport import Pending, Transport
-from .batch import JaggedBatch
+from ...transport import Pending, Transport
+from ..batches.batch import JaggedBatch
+from ..plan import Partitioner, WorldSamples, validate_plan
 from .header import TEXT_BYTES, cut_text
 from .payload import Sections, message_bytes, pack, unpack
-from .plan import Partitioner, WorldSamples, validate_plan
 from .schema import Schema
 
 Int64s = NDArray[np.int64]

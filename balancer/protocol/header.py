@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import ProtocolError
+from ..errors import ProtocolError
 
 Int64s = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan import WorldSamples
 from .least_squares import non_negative_least_squares
-from .plan import WorldSamples
 from .speeds import RankSpeeds
 from .workload import Floats
 
@@ -37,7 +37,7 @@ class CostModel:
         ValueError: `memory` is less than 8.
 
     Example:
-        >>> from freescale.balancer.partition import greedy_batch_size
+        >>> from freescale.balancer import greedy_batch_size
         >>> balanced_by_time = greedy_batch_size(cost=CostModel())
     """
 

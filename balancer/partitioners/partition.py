@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plan import Cost, PassesOn, WorldSamples
+from ..plan import Cost, PassesOn, WorldSamples
 from .spread import spread_by_speed
 from .swaps import even_out
 from .workload import Floats, Ints, Workload, costliest_first, uih_length, workload

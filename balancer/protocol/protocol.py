@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..transport import Pending, Transport, TransportError
-from .batch import JaggedBatch
-from .errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
+from ...transport import Pending, Transport, TransportError
+from ..batches.batch import JaggedBatch
+from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
+from ..metrics import imbalance, straggler_percentage
+from ..plan import Partitioner, WorldSamples
+from ..report import Report
 from .header import LocalStep, State, WorldStep, encode
 from .history import History
-from .metrics import imbalance, straggler_percentage
 from .payload import Sections
-from .plan import Partitioner, WorldSamples
-from .report import Report
 from .schema import Schema, describe_difference
 from .selection import Selection
 from .shuffle import PARTITIONER_FAILED, Shuffle

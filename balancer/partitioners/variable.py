@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..metrics import rank_loads
+from ..plan import Cost, PassesOn, WorldSamples
 from .cut import exact_cut, prefix_cut
-from .metrics import rank_loads
-from .plan import Cost, PassesOn, WorldSamples
 from .speeds import RankSpeeds
 from .workload import RankCost, costliest_first, uih_length, workload
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .plan import Cost, WorldSamples
+from ..plan import Cost, WorldSamples
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

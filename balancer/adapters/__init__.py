@@ -1,0 +1,1 @@
+"""Takes users' own batch types apart into columns and puts them together again."""
