@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from known_rows import DTYPES, make_rows, same_bytes
 from torch import Tensor
 
 from freescale.transport import local_group
-
-from transport_contract import DTYPES, make_rows, same_bytes
 
 ROWS = torch.arange(6).reshape(3, 2)
 
