@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import Progress
 
-from ..balancer.batches.parquet import read_parquet
+from ..balancer import read_parquet
 from .demo_rank import Settings
 from .demo_report import (
     compute_seconds,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 when a rank failed or the losses differ, 2 for a mistake in the arguments.
     """
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
         load_partitioner(options.partitioner)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     print_table(result(runs), console)
     for part in (f"[bold]{verdict(runs)}[/bold]", curves(runs), f"[dim]{method(runs)}[/dim]"):
-        console.print(part + "\n", soft_wrap=not console.is_terminal)
+        console.print(part + "\n")
     _write(options, settings, runs, console)
     if not largest_difference(runs) <= _LOSS_TOLERANCE:
         sys.stderr.write(

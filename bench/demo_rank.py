@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..balancer.batches.batch import JaggedBatch
-from ..balancer.batches.parquet import read_parquet
-from ..balancer.loader import BalancedLoader, balance
+from ..balancer import BalancedLoader, JaggedBatch, balance, read_parquet
 from ..transport import Transport, connect
 from .launch import rank_main
 from .partitioners import load_partitioner

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..balancer.metrics import straggler_percentage
+from ..balancer import straggler_percentage
 from .tables import Table
 
 WARM_UP_STEPS = 3

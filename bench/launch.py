@@ -126,7 +126,7 @@ def _explain(folder: Path, log: str, code: int) -> str:
     ranks: dict[str, list[str]] = {}
     for failure in failures:
         ranks.setdefault(f"{failure['kind']}: {failure['message']}", []).append(str(failure["rank"]))
-    return "\n".join(f"rank {' and '.join(sorted(who))}: {what}" for what, who in ranks.items())
+    return "\n".join(f"rank {', '.join(sorted(who))}: {what}" for what, who in ranks.items())
 
 
 def tracebacks(folder: Path) -> str:

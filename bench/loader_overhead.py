@@ -29,7 +29,7 @@ _NUM_RANKS = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed, 2 for a mistake in the arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
         found = _measure(options)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, f"{options.transport}, {options.batch_size} samples a rank, {found['rounds']:,} rounds a step"
     )
     print_table(table, console)
-    console.print(_note(found), soft_wrap=not console.is_terminal)
+    console.print(_note(found))
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
     if options.results is not None:
@@ -110,8 +110,8 @@ def _note(found: dict[str, Any]) -> str:
     cpu = statistics.median(found["balancer_cpu"])
     return (
         f"The loop is {middle:.2f} % slower beside the working balancer (median of {len(found['idle'])} pairs of "
-        f"blocks of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between {low:.2f} % and "
-        f"{high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step."
+        f"blocks of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between "
+        f"{low:.2f} % and {high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step."
     )
 
 

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from ..balancer.batches.batch import JaggedBatch
-from ..balancer.batches.parquet import read_parquet
-from ..balancer.loader import BalancedLoader, balance
-from ..balancer.report import Report
+from ..balancer import BalancedLoader, JaggedBatch, Report, balance, read_parquet
 from ..transport import Transport, connect
 from .launch import rank_main
 

@@ -6,9 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
-from ..balancer.partitioners.variable import VariableBatchSize
-from ..balancer.plan import Partitioner
+from ..balancer import Partitioner, VariableBatchSize, fixed_batch_size, greedy_batch_size, home_batch_size
 
 BUILT_IN: dict[str, Partitioner | type[VariableBatchSize]] = {
     "fixed_batch_size": fixed_batch_size,

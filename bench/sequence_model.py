@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..balancer.batches.batch import Column, JaggedBatch
+from ..balancer import Column, JaggedBatch
 from .roles import Roles
 
 _LARGE_PRIME = 1_000_003

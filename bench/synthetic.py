@@ -45,7 +45,7 @@ def lognormal_lengths(
 
     Example:
         >>> lognormal_lengths(3, np.random.default_rng(0), length_scale=1 / 16).tolist()
-        [419, 333, 667]
+        [419, 332, 667]
     """
     if not length_scale > 0:
         raise ValueError(f"length_scale must be over 0, got {length_scale}")

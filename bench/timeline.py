@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..balancer.metrics import straggler_percentage
+from ..balancer import straggler_percentage
 
 _COMPUTE, _COMPUTE_NEXT, _WAIT, _INK = "#2f6fb0", "#7fb0de", "#d4d4d4", "#222222"
 
