@@ -5,8 +5,13 @@ of its rows. The other side is placed: each range has a start of its own. Permut
 to packed), combine scatters (packed to placed); only the direction of the copy differs.
 
 Work is split by packed rows, never by ranges, so one giant range beside thousands of short ones costs nothing extra. A
-program searches the offsets for its first and last row with a vector of probes at a time (two steps for 16,000 ranges,
-three for two million). Then there are two ways to copy:
+program finds the ranges of its rows in one of two ways:
+
+- Of few ranges, it scans all lengths itself and keeps offsets and starts in registers: one launch does everything.
+- Of many, offsets come from a launch before, and it searches them for its first and last row with a vector of probes at
+  a time (two steps for 16,000 ranges, three for two million).
+
+Then there are two ways to copy:
 
 - Row by row, for wide rows and wherever many short ranges meet: each row finds its range, and its words move.
 - Range by range, for narrow rows in few ranges: what a range has in the tile is a run of bytes, which moves in aligned
@@ -17,13 +22,12 @@ Row numbers and addresses are int64 throughout.
 """
 
 # Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
-# ruff: noqa: N803
+# ruff: noqa: N803, SIM108
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,46 +35,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, typed
+from .ranges import Ranges, row_of
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-TILE_BYTES = 8192  # that one program copies row by row, about
-PARTS_BYTES = 8192  # that one program copies range by range, about
+TILE_BYTES = 8192  # that one program copies, about
 CHUNK_ROWS = 512  # rows that are copied one by one at a time
 MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
-WALKED = 16  # ranges that are copied one by one
+WALKED = 16  # ranges that are walked instead of searched
 WAYS = 128  # probes of one search step
-
-STARTS, ROWS, TRANSPOSED = 0, 1, 2  # how a range finds its place
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the ranges lie on the placed side.
-
-    Attributes:
-        order: STARTS: range r begins at row `starts[r]`. ROWS: at `starts[rows[r]]`. TRANSPOSED: range r = s * K + k at
-            `starts[k * B + s]`.
-        starts: Rows, int64 or int32.
-        rows: Only for ROWS; shape [n], int64 or int32.
-        shape: (K, B), only for TRANSPOSED.
-    """
-
-    order: int
-    starts: Tensor
-    rows: Tensor | None = None
-    shape: tuple[int, int] = (1, 1)
-
-
-@triton.jit
-def row_of(r, rows, num_keys, num_samples, ORDER: tl.constexpr):
-    """Return the row of the placed side that range r is."""
-    if ORDER == 1:
-        r = tl.load(rows + r).to(tl.int64)
-    if ORDER == 2:
-        r = (r % num_keys) * num_samples + r // num_keys
-    return r
+MAX_SCANNED = 1024  # lengths that every program scans itself, if there are few programs
+ALWAYS_SCANNED = 256  # lengths that every program scans itself in any case
+MAX_TILES_SCANNING = 2048  # programs that count as few
 
 
 @triton.jit
@@ -108,26 +85,65 @@ def search_rows(offsets, position, low, high):
 
 
 @triton.jit
-def copy_rows(
-    packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
-    ORDER: tl.constexpr, GATHER: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr, NUM_ROWS: tl.constexpr, WALKED: tl.constexpr,
-):  # fmt: skip
-    """Copy packed rows from `first` to `end`, at most NUM_ROWS, that lie in ranges `low` to `high`."""
-    position = first + tl.arange(0, NUM_ROWS)
-    if high - low <= WALKED:
-        shift = tl.load(starts + row_of(low, rows, num_keys, num_samples, ORDER)).to(tl.int64) - tl.load(offsets + low)
-        shift += tl.zeros_like(position)
-        r = low + 1
-        while r <= high:
-            begin = tl.load(offsets + r)
-            start = tl.load(starts + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
-            shift = tl.where(position >= begin, start - begin, shift)
-            r += 1
+def scan_all(
+    lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr
+):
+    """Return all ranges' first packed rows, places, and total; the first program also writes the gathered lengths."""
+    lane = tl.arange(0, SCANNED)
+    inside = lane < n
+    row = row_of(tl.where(inside, lane, 0), rows, num_keys, num_samples, ORDER)
+    length = tl.load(lengths + row, mask=inside, other=0)
+    if ORDER == 0:
+        start = tl.load(starts + lane, mask=inside, other=0).to(tl.int64)
     else:
-        found = search_rows(offsets, tl.minimum(position, end - 1), low, high)
-        shift = tl.load(starts + row_of(found, rows, num_keys, num_samples, ORDER)).to(tl.int64)
-        shift -= tl.load(offsets + found)
+        tl.store(gathered + lane, length, mask=inside & (tl.program_id(0) + tl.program_id(1) == 0))
+        as_they_lie = tl.load(lengths + lane, mask=lane < own, other=0).to(tl.int64)
+        start = tl.gather(tl.cumsum(as_they_lie) - as_they_lie, row.to(tl.int32), 0)
+    length = length.to(tl.int64)
+    return tl.cumsum(length) - length, start, tl.sum(length)
+
+
+@triton.jit
+def offset_at(offsets, r, SCANNED: tl.constexpr):
+    """Return the first packed row of range r."""
+    if SCANNED > 0:
+        offset = tl.sum(tl.where(tl.arange(0, SCANNED) == r, offsets, 0))
+    else:
+        offset = tl.load(offsets + r)
+    return offset
+
+
+@triton.jit
+def start_at(starts, rows, r, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr):
+    """Return the first placed row of range r."""
+    if SCANNED > 0:
+        start = tl.sum(tl.where(tl.arange(0, SCANNED) == r, starts, 0))
+    else:
+        start = tl.load(starts + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
+    return start
+
+
+@triton.jit
+def shifts_by_walk(
+    position, offsets, starts, rows, low, high, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr
+):
+    """Return how far from each packed row its place is, range by range from `low` to `high`."""
+    shift = tl.zeros_like(position)
+    r = low
+    while r <= high:
+        begin = offset_at(offsets, r, SCANNED)
+        start = start_at(starts, rows, r, num_keys, num_samples, ORDER, SCANNED)
+        shift = tl.where(position >= begin, start - begin, shift)
+        r += 1
+    return shift
+
+
+@triton.jit
+def copy_rows(
+    packed, placed, position, shift, end, num_placed,
+    GATHER: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows at `position` that lie before `end`."""
     place = position + shift
     valid = (position < end) & (place >= 0) & (place < num_placed)
     for i in tl.static_range(len(UNITS)):
@@ -175,13 +191,16 @@ def copy_bytes(source, target, size, ALIGNED: tl.constexpr, LANES: tl.constexpr)
 def copy_parts(
     packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
     ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
+    SCANNED: tl.constexpr,
 ):  # fmt: skip
     """Copy what ranges `low` to `high` have between packed rows `first` and `end`, one range at a time."""
     r = low
-    begin = tl.load(offsets + low)
+    begin = offset_at(offsets, low, SCANNED)
     while r <= high:
-        behind = tl.load(offsets + r + 1)
-        start = tl.load(starts + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
+        behind = offset_at(offsets, r + 1, SCANNED)
+        if SCANNED > 0:
+            behind = tl.where(r + 1 == SCANNED, end, behind)
+        start = start_at(starts, rows, r, num_keys, num_samples, ORDER, SCANNED)
         near = tl.maximum(begin, first)
         count = tl.minimum(behind, end) - near
         far = start + near - begin
@@ -199,70 +218,101 @@ def copy_parts(
 
 
 @triton.jit(
-    do_not_specialize=["n", "total", "num_keys", "num_samples", "num_placed"],
-    do_not_specialize_on_alignment=["offsets", "starts", "rows"],
+    do_not_specialize=["n", "own", "total", "num_keys", "num_samples", "num_placed"],
+    do_not_specialize_on_alignment=["offsets", "lengths", "starts", "rows", "gathered"],
 )
 def copy_kernel(
-    packed, placed, offsets, starts, rows,
-    n: tl.int64, total: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
-    ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    WALKED: tl.constexpr, WAYS: tl.constexpr,
+    packed, placed, offsets, lengths, starts, rows, gathered,
+    n: tl.int64, own: tl.int64, total: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
+    ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, WALKED: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Copy TILE_ROWS packed rows of every tensor; `packed` and `placed` are tuples of word pointers."""
     first = tl.program_id(0).to(tl.int64) * TILE_ROWS
-    end = tl.minimum(first + TILE_ROWS, tl.minimum(total, tl.load(offsets + n)))
+    if SCANNED > 0:
+        offsets, starts, found = scan_all(
+            lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER, SCANNED
+        )
+        total = tl.minimum(total, found)
+    else:
+        total = tl.minimum(total, tl.load(offsets + n))
+    end = tl.minimum(first + TILE_ROWS, total)
     if first < end:
-        low, high = search_pair(offsets, n, first, end - 1, WAYS)
+        if SCANNED > 0:
+            bound = tl.where(tl.arange(0, SCANNED) > 0, offsets, -1)
+            low = tl.sum(((bound >= 0) & (bound <= first)).to(tl.int64))
+            high = tl.sum(((bound >= 0) & (bound < end)).to(tl.int64))
+        else:
+            low, high = search_pair(offsets, n, first, end - 1, WAYS)
         if PARTS and high - low <= WALKED:
             copy_parts(
                 packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
-                ORDER, GATHER, WORDS, UNITS, LANES,
+                ORDER, GATHER, WORDS, UNITS, LANES, SCANNED,
             )  # fmt: skip
         else:
             while first < end:
-                copy_rows(
-                    packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
-                    ORDER, GATHER, UNITS, COLUMNS, BLOCKS, NUM_ROWS, WALKED,
-                )  # fmt: skip
+                position = first + tl.arange(0, NUM_ROWS)
+                if SCANNED > 0 or high - low <= WALKED:
+                    shift = shifts_by_walk(
+                        position, offsets, starts, rows, low, high, num_keys, num_samples, ORDER, SCANNED
+                    )
+                else:
+                    found = search_rows(offsets, tl.minimum(position, end - 1), low, high)
+                    start = start_at(starts, rows, found, num_keys, num_samples, ORDER, SCANNED)
+                    shift = start - offset_at(offsets, found, SCANNED)
+                copy_rows(packed, placed, position, shift, end, num_placed, GATHER, UNITS, COLUMNS, BLOCKS)
                 first += NUM_ROWS
 
 
-def copy_ranges(
-    packed: list[Tensor], placed: list[Tensor], offsets: Tensor, total: int, places: Places, *, gather: bool
-) -> None:
-    """Copy ranges of rows of several tensors in one launch, without synchronising.
+def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, total: int, *, gather: bool) -> None:
+    """Copy ranges of rows of several tensors, without synchronising.
 
     Args:
         packed: Tensors of the packed side, contiguous. Each [total, ...].
         placed: Their partners on the placed side, contiguous. Each [num_placed, ...].
-        offsets: First packed row of each range, and the end of the last. Shape [n + 1], int64.
-        total: Packed rows; what lies beyond `offsets[-1]` is left alone.
-        places: Where the ranges lie on the placed side. Rows outside of it are neither read nor written.
+        ranges: Which rows; places outside of `placed` are neither read nor written.
+        total: Packed rows; what lies beyond the last range is left alone.
         gather: From placed to packed; otherwise from packed to placed.
     """
-    num_ranges, num_placed = len(offsets) - 1, len(placed[0])
+    count, num_placed = ranges.count, placed[0].shape[0]
     sizes = [row_bytes(tensor) for tensor in packed]
     if 0 in sizes:
         packed, placed = ([side[i] for i, size in enumerate(sizes) if size] for side in (packed, placed))
         sizes = [size for size in sizes if size]
-    if not (sizes and num_ranges and total and num_placed):
+    if not (sizes and count and total and num_placed):
+        if ranges.gathered is not None and ranges.offsets is None:
+            ranges.scan()  # fills the gathered lengths
         return
     addresses = [(near.data_ptr(), far.data_ptr()) for near, far in zip(packed, placed, strict=True)]
-    words = tuple(math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True))
+    words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
     tile_rows, blocks, constants = _tiling(tuple(sizes), words)
-    types, rows = [_WORDS[word] for word in words], places.rows
-    aligned = tuple(address % 16 == 0 for pair in addresses for address in pair)
+    scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
+    if not scanned and ranges.offsets is None:
+        ranges.scan()
+    types, rows, starts = [_WORDS[word] for word in words], ranges.rows, ranges.starts
+    aligned = tuple([address % 16 == 0 for pair in addresses for address in pair])
     launch(
         copy_kernel,
+        packed[0].device.index,
         (-(-total // tile_rows), blocks, 1),
-        (aligned, places.starts.dtype, None if rows is None else rows.dtype),
+        (aligned, ranges.lengths.dtype, *(None if each is None else each.dtype for each in (rows, starts))),
         (
-            tuple(zip(packed, types, strict=True)), tuple(zip(placed, types, strict=True)), offsets, places.starts,
-            rows, num_ranges, total, *places.shape, num_placed,
+            typed(packed, types), typed(placed, types), None if scanned else ranges.offsets,
+            ranges.lengths if scanned else None, starts, rows, ranges.gathered if scanned else None,
+            count, ranges.lengths.shape[0], total, *ranges.shape, num_placed,
         ),
-        (places.order, gather, *constants),
+        (ranges.order, gather, scanned, *constants),
     )  # fmt: skip
+
+
+def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
+    """Lanes of a scan in every program; 0 if a launch before is better, or so many ranges meet in a tile."""
+    longest = max(ranges.count, ranges.lengths.shape[0])
+    allowed = MAX_SCANNED if total <= MAX_TILES_SCANNING * tile_rows else ALWAYS_SCANNED
+    if longest > allowed or ranges.count * min(tile_rows, total) > WALKED * total:
+        return 0
+    return max(32, power_of_2(longest))
 
 
 @cache
@@ -273,9 +323,9 @@ def _tiling(sizes: tuple[int, ...], words: tuple[int, ...]) -> tuple[int, int, t
     blocks = -(-max(units) // MAX_COLUMNS)
     row_size = sum(width * word for width, word in zip(columns, words, strict=True))
     parts = blocks == 1 and (max(sizes) <= NARROW_BYTES or min(words) < 8)
-    tile_rows = max(1, power_of_2((PARTS_BYTES if parts else TILE_BYTES) // row_size + 1) // 2)
+    tile_rows = max(1, power_of_2(TILE_BYTES // row_size + 1) // 2)
     lanes = tuple(power_of_2(-(-tile_rows * size // 8)) for size in sizes)
-    chunk_rows = max(1, min(tile_rows, CHUNK_ROWS))
+    chunk_rows = min(tile_rows, CHUNK_ROWS)
     return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WAYS)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .copy_ranges import ROWS, STARTS, TRANSPOSED, Places, copy_ranges
-from .scan import offsets_of, permuted_offsets, transposed_offsets
+from .copy_ranges import copy_ranges
+from .ranges import ROWS, STARTS, TRANSPOSED, Ranges
 from .sum_ranges import sum_ranges as launch_sum
 
 
@@ -17,14 +17,15 @@ def permute_jagged(
     values: list[Tensor], lengths: Tensor, rows: Tensor, total: int | None
 ) -> tuple[list[Tensor], Tensor]:
     """GPU path of `freescale.kernels.permute_jagged`."""
-    lengths, rows = lengths.contiguous(), rows.contiguous()
-    starts, offsets, permuted_lengths = permuted_offsets(lengths, rows)
-    return _gather(values, offsets, total, Places(ROWS, starts, rows)), permuted_lengths
+    permuted = lengths.new_empty(rows.shape[0])
+    shape = (1, lengths.shape[0])
+    ranges = Ranges(ROWS, lengths.contiguous(), rows=rows.contiguous(), shape=shape, gathered=permuted)
+    return _gather(values, ranges, total), permuted
 
 
 def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total: int | None) -> list[Tensor]:
     """GPU path of `freescale.kernels.dispatch_ranges`."""
-    return _gather(values, offsets_of(lengths.contiguous()), total, Places(STARTS, starts.contiguous()))
+    return _gather(values, Ranges(STARTS, lengths.contiguous(), starts.contiguous()), total)
 
 
 def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
@@ -32,11 +33,11 @@ def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: 
 
     Pieces that do not overlap and hold as many rows as the result leave no gap, which saves filling it with zeros.
     """
-    covered = len(values[0]) == size
+    covered = values[0].shape[0] == size
     combined = [_sized(tensor, size) if covered else _sized(tensor, size).zero_() for tensor in values]
     pieces = [tensor.contiguous() for tensor in values]
-    offsets = offsets_of(lengths.contiguous())
-    copy_ranges(pieces, combined, offsets, len(values[0]), Places(STARTS, starts.contiguous()), gather=False)
+    ranges = Ranges(STARTS, lengths.contiguous(), starts.contiguous())
+    copy_ranges(pieces, combined, ranges, values[0].shape[0], gather=False)
     return combined
 
 
@@ -44,7 +45,7 @@ def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int)
     """GPU path of the gradient of `dispatch_ranges`."""
     sums = [_sized(tensor, size) for tensor in values]
     starts, lengths = starts.long().contiguous(), lengths.long().contiguous()
-    offsets = offsets_of(lengths)
+    offsets = Ranges(STARTS, lengths, starts).scan()
     for tensor, result in zip(values, sums, strict=True):
         if tensor.is_complex():
             tensor, result = torch.view_as_real(tensor.contiguous()), torch.view_as_real(result)
@@ -55,15 +56,17 @@ def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int)
 def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor], Tensor]:
     """GPU path of `freescale.kernels.transpose_keyed`."""
     keys, samples = lengths.shape
-    starts, offsets, transposed = transposed_offsets(lengths.contiguous())
-    places = Places(TRANSPOSED, starts, shape=(keys, samples))
-    return _gather(values, offsets, len(values[0]), places), transposed
+    transposed = lengths.new_empty((samples, keys))
+    flat = lengths.contiguous().view(-1)
+    ranges = Ranges(TRANSPOSED, flat, shape=(keys, samples), gathered=transposed.view(-1))
+    return _gather(values, ranges, values[0].shape[0]), transposed
 
 
-def _gather(values: list[Tensor], offsets: Tensor, total: int | None, places: Places) -> list[Tensor]:
-    total = int(offsets[-1]) if total is None else total
+def _gather(values: list[Tensor], ranges: Ranges, total: int | None) -> list[Tensor]:
+    if total is None:
+        total = int(ranges.scan()[-1])
     gathered = [_sized(tensor, total) for tensor in values]
-    copy_ranges(gathered, [tensor.contiguous() for tensor in values], offsets, total, places, gather=True)
+    copy_ranges(gathered, [tensor.contiguous() for tensor in values], ranges, total, gather=True)
     return gathered
 
 

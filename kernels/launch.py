@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.runtime.jit import TensorWrapper
 
@@ -17,44 +16,41 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 def launch(
     kernel: Any,
+    device: int | None,
     grid: tuple[int, int, int],
     key: tuple[Any, ...],
     arguments: tuple[Any, ...],
     constants: tuple[Any, ...],
     num_warps: int = 4,
 ) -> None:
-    """Launch a kernel on the current device and stream.
+    """Launch a kernel on the current stream.
 
     Args:
         kernel: A `triton.jit` function: its arguments first, then its `tl.constexpr` ones.
+        device: Index of the current CUDA device; None in Triton's interpreter.
         grid: Programs in three dimensions.
         key: Whatever Triton would compile another variant for, apart from `constants`: dtypes, alignment to 16 bytes
             of every pointer that is specialised on it, which arguments are None.
-        arguments: Tensors, pairs (tensor, Triton dtype), tuples of such pairs, None, or integers.
+        arguments: Tensors, tuples of `typed` tensors, None, or integers.
         constants: Values of the `tl.constexpr` arguments, in their order.
-        num_warps: Warps a program.
+        num_warps: Warps a program; one number for each kernel.
     """
-    key = (kernel, torch.cuda.current_device() if torch.cuda.is_available() else None, num_warps, key, constants)
+    key = (kernel, device, key, constants)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*map(_as_tensor, arguments), *constants, num_warps=num_warps)  # None: interpreter
+        _compiled[key] = kernel[grid](*arguments, *constants, num_warps=num_warps)  # None from the interpreter
     else:
-        compiled[grid](*map(_as_address, arguments), *constants)
+        compiled[grid](*map(_address, arguments), *constants)
 
 
-def _as_tensor(argument: Any) -> Any:
-    if isinstance(argument, tuple):
-        if isinstance(argument[0], Tensor):
-            return TensorWrapper(*argument)
-        return tuple(map(_as_tensor, argument))
-    return argument
+def typed(tensors: list[Tensor], types: list[Any]) -> tuple[Any, ...]:
+    """Tensors as pointers to other words than their own."""
+    return tuple(map(TensorWrapper, tensors, types))
 
 
-def _as_address(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
+def _address(argument: Any) -> Any:
+    if isinstance(argument, Tensor | TensorWrapper):
         return argument.data_ptr()
     if isinstance(argument, tuple):
-        if isinstance(argument[0], Tensor):
-            return argument[0].data_ptr()
-        return tuple(map(_as_address, argument))
+        return tuple(each.data_ptr() for each in argument)
     return argument
