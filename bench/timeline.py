@@ -126,7 +126,7 @@ def _draw_losses(axes: Any, losses: dict[str, list[float]]) -> None:
     for (label, values), (style, width, colour) in zip(losses.items(), styles, strict=True):
         axes.plot(values, style, linewidth=width, color=colour, label=label)
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-    axes.set_title(f"Loss of the global batch: the same in both runs (largest difference {apart:.1e})", loc="left")
+    axes.set_title(f"Loss of the global batch in both runs (largest difference {apart:.1e})", loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel("mean loss of a candidate")
     axes.spines[["top", "right"]].set_visible(False)
