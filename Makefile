@@ -1,6 +1,8 @@
 # Two commands set everything up and run: `make demo` and `make test`. Nothing is installed outside .venv.
 
 PYTHON ?= python3
+# cpu or cuda: which list under requirements/ to install
+DEVICE ?= cpu
 TORCH ?= torch==2.13.0
 # More flags for pip, for example: make test PIP_FLAGS="--extra-index-url <PyTorch's CPU index>"
 PIP_FLAGS ?=
@@ -24,10 +26,10 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 # torch goes first and with its own dependencies: on many machines it brings CUDA libraries that the pinned list leaves out
-$(READY): requirements/cpu.txt setup.cfg pyproject.toml
+$(READY): requirements/$(DEVICE).txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)"
-	$(PIP) install --quiet $(PIP_FLAGS) --no-deps -r requirements/cpu.txt
+	$(PIP) install --quiet $(PIP_FLAGS) --no-deps -r requirements/$(DEVICE).txt
 	$(PIP) install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
