@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, typed
+from .launch import Words, launch
 from .ranges import Ranges, row_of
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -45,7 +45,7 @@ MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
 WALKED = 16  # ranges that are walked instead of searched
 WAYS = 128  # probes of one search step
-MAX_SCANNED = 1024  # lengths that every program scans itself, if there are few programs
+MAX_SCANNED = 512  # lengths that every program scans itself, if there are few programs
 ALWAYS_SCANNED = 256  # lengths that every program scans itself in any case
 MAX_TILES_SCANNING = 2048  # programs that count as few
 
@@ -296,12 +296,12 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
         copy_kernel,
         packed[0].device.index,
         (-(-total // tile_rows), blocks, 1),
-        (aligned, ranges.lengths.dtype, *(None if each is None else each.dtype for each in (rows, starts))),
+        (aligned, ranges.lengths.dtype, None if starts is None else starts.dtype, None if rows is None else rows.dtype),
         (
-            typed(packed, types), typed(placed, types), None if scanned else ranges.offsets,
+            Words(packed, types), Words(placed, types), None if scanned else ranges.offsets,
             ranges.lengths if scanned else None, starts, rows, ranges.gathered if scanned else None,
-            count, ranges.lengths.shape[0], total, *ranges.shape, num_placed,
         ),
+        (count, ranges.lengths.shape[0], total, *ranges.shape, num_placed),
         (ranges.order, gather, scanned, *constants),
     )  # fmt: skip
 

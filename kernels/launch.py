@@ -6,7 +6,7 @@ variant, so the compiled kernel is kept under that key and later calls hand it a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.runtime.jit import TensorWrapper
@@ -14,43 +14,49 @@ from triton.runtime.jit import TensorWrapper
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
+class Words(NamedTuple):
+    """Tensors that a kernel takes as one tuple of pointers, each to words of a Triton dtype, whatever its own dtype."""
+
+    tensors: list[Tensor]
+    types: list[Any]
+
+
 def launch(
     kernel: Any,
     device: int | None,
     grid: tuple[int, int, int],
     key: tuple[Any, ...],
-    arguments: tuple[Any, ...],
+    pointers: tuple[Tensor | Words | None, ...],
+    numbers: tuple[int, ...],
     constants: tuple[Any, ...],
     num_warps: int = 4,
 ) -> None:
     """Launch a kernel on the current stream.
 
     Args:
-        kernel: A `triton.jit` function: its arguments first, then its `tl.constexpr` ones.
+        kernel: A `triton.jit` function: pointers first, then numbers, then `tl.constexpr` arguments. It must not
+            specialise on its numbers.
         device: Index of the current CUDA device; None in Triton's interpreter.
         grid: Programs in three dimensions.
         key: Whatever Triton would compile another variant for, apart from `constants`: dtypes, alignment to 16 bytes
-            of every pointer that is specialised on it, which arguments are None.
-        arguments: Tensors, tuples of `typed` tensors, None, or integers.
-        constants: Values of the `tl.constexpr` arguments, in their order.
+            of every pointer that is specialised on it.
+        pointers: Arguments of the kernel.
+        numbers: Arguments of the kernel.
+        constants: Arguments of the kernel.
         num_warps: Warps a program; one number for each kernel.
     """
-    key = (kernel, device, key, constants)
+    key = (kernel, device, key, constants, *[pointer is None for pointer in pointers])
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, *constants, num_warps=num_warps)  # None from the interpreter
-    else:
-        compiled[grid](*map(_address, arguments), *constants)
-
-
-def typed(tensors: list[Tensor], types: list[Any]) -> tuple[Any, ...]:
-    """Tensors as pointers to other words than their own."""
-    return tuple(map(TensorWrapper, tensors, types))
-
-
-def _address(argument: Any) -> Any:
-    if isinstance(argument, Tensor | TensorWrapper):
-        return argument.data_ptr()
-    if isinstance(argument, tuple):
-        return tuple(each.data_ptr() for each in argument)
-    return argument
+        wrapped = [tuple(map(TensorWrapper, *each)) if isinstance(each, Words) else each for each in pointers]
+        _compiled[key] = kernel[grid](*wrapped, *numbers, *constants, num_warps=num_warps)  # None from the interpreter
+        return
+    addresses = [
+        None
+        if each is None
+        else tuple([one.data_ptr() for one in each[0]])
+        if isinstance(each, Words)
+        else each.data_ptr()
+        for each in pointers
+    ]
+    compiled[grid](*addresses, *numbers, *constants)

@@ -17,7 +17,7 @@ from .launch import launch
 
 STARTS, ROWS, TRANSPOSED = 0, 1, 2  # how a range finds its place
 BLOCK = 1024  # lengths that one program scans
-BEFORE = 4096  # earlier lengths that it adds up at a time
+BEFORE = 8192  # earlier lengths that it adds up at a time
 MAX_BLOCKS = 32  # beyond, torch.cumsum is faster, as every program adds up all that lies before its block
 
 
@@ -60,15 +60,15 @@ class Ranges:
             self._scan_with_torch()
             return self.offsets
         starts = None if self.order == STARTS else self.starts
-        tensors = (self.lengths, self.rows, starts, self.offsets, self.gathered)
         launch(
             scan_kernel,
             device.index,
             (-(-max(n, own) // BLOCK), 1 if starts is None else 2, 1),
             (self.lengths.dtype, None if self.rows is None else self.rows.dtype),
-            (*tensors, n, own, *self.shape),
+            (self.lengths, self.rows, starts, self.offsets, self.gathered),
+            (n, own, *self.shape),
             (self.order, BLOCK, BEFORE),
-            num_warps=8,
+            num_warps=16,
         )
         return self.offsets
 

@@ -103,6 +103,32 @@ def test_combine_puts_pieces_in_their_places_and_zeros_between(path: Any, length
     assert_same(combined, expected)
 
 
+@pytest.mark.parametrize("count", [1025, 9000, 40000])
+def test_many_ranges_are_found(launched: Any, count: int) -> None:
+    """Offsets of one block, of several, and from torch; searches of two steps and of three."""
+    lengths = torch.randint(0, 3, (count,), generator=torch.Generator().manual_seed(count))
+    order = shuffled(count)
+    values = rows_of(int(lengths.sum()), (), torch.int32)
+    (moved,), moved_lengths = launched.run("permute_jagged", [values], lengths, order, len(values))
+    assert_same(moved, reference.permute_jagged(values, lengths, order)[0])
+    assert_same(moved_lengths, lengths[order])
+    few = order[:2000]
+    total = int(lengths[few].sum())
+    (moved,), _ = launched.run("permute_jagged", [values], lengths.int(), few.int(), total)
+    assert_same(moved, reference.permute_jagged(values, lengths, few)[0])
+
+
+@pytest.mark.parametrize(("count", "mean"), [(1, 5000), (3, 3000), (130, 90), (500, 40)])
+def test_few_ranges_are_scanned_inside_the_copy(launched: Any, count: int, mean: int) -> None:
+    lengths = torch.randint(0, 2 * mean, (count,), generator=torch.Generator().manual_seed(count))
+    order = torch.cat([shuffled(count), shuffled(count)[: count // 2]])
+    tensors = [rows_of(int(lengths.sum()), (), dtype) for dtype in (torch.int32, torch.uint8)]
+    moved, moved_lengths = launched.run("permute_jagged", tensors, lengths, order, int(lengths[order].sum()))
+    for tensor, result in zip(tensors, moved, strict=True):
+        assert_same(result, reference.permute_jagged(tensor, lengths, order)[0])
+    assert_same(moved_lengths, lengths[order])
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (5, 3), (4, 0), (0, 4), (1, 60), (60, 1)], ids=str)
 def test_transpose_is_sample_major_and_undoes_itself(path: Any, shape: tuple[int, int]) -> None:
     lengths = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
