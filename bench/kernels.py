@@ -27,7 +27,8 @@ _EPILOG = """examples:
   python -m freescale.bench.kernels --operation dispatch --rows int64 --world-size 32 512
 
 Every output is compared with the plain PyTorch definition before it is timed. Inputs rotate over more memory than the
-GPU's caches hold. "device" times are of CUDA graph replays, "call" times include the host; the loop has only the latter.
+GPU's caches hold. "device" times are of CUDA graph replays; "call" times, the only ones of the loop,
+include the host. Ctrl-C ends the measurements and keeps what was measured.
 On a CPU all are call times on one thread."""
 
 _WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -105,16 +106,16 @@ def _timed(
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     for operation in options.operation:
-        for rows in options.rows:
-            for lengths in options.lengths if operation != "bucketize" else ():
+        for rows in options.rows if operation != "bucketize" else ():
+            for lengths in options.lengths:
                 for world_size in options.world_size:
                     if lengths == "uniform" or world_size in _OTHER_WORLD_SIZES or options.all:
                         yield Case(operation, rows, lengths, world_size, _MEAN_LENGTH[rows])
-    for cut in (8000, 21000):
-        for rows in options.rows if "permute" in options.operation else ():
-            yield Case("permute", rows, f"long {cut}", 1, 0)
-        for world_size in _LONG_WORLD_SIZES if "bucketize" in options.operation else ():
-            yield Case("bucketize", "int64", f"long {cut}", world_size, 0)
+            for cut in (8000, 21000) if operation == "permute" else ():
+                yield Case(operation, rows, f"long {cut}", 1, 0)
+        for cut in (8000, 21000) if operation == "bucketize" else ():
+            for world_size in _LONG_WORLD_SIZES:
+                yield Case(operation, "int64", f"long {cut}", world_size, 0)
 
 
 def _table(title: str, device: str) -> Table:
@@ -203,18 +204,23 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         torch.set_num_threads(1)
     outcomes: list[Outcome] = []
     tables: dict[str, Table] = {}
-    for case in _cases(options):
-        found = measure(case, options.device, loop=not options.no_loop and case.lengths not in LENGTHS[1:])
-        outcomes += found
-        title = f"{case.operation}, {case.rows} rows, {options.device}"
-        if title not in tables:
-            for table in list(tables.values())[-1:]:
-                print_table(table, console)
-            tables[title] = _table(title, options.device)
-        _add(tables[title], found)
+    interrupted = False
+    try:
+        for case in _cases(options):
+            loop = not options.no_loop and case.lengths not in LENGTHS[1:]
+            found = measure(case, options.device, loop=loop)
+            outcomes += found
+            title = f"{case.operation}, {case.rows} rows, {options.device}"
+            if title not in tables:
+                for table in list(tables.values())[-1:]:
+                    print_table(table, console)
+                tables[title] = _table(title, options.device)
+            _add(tables[title], found)
+    except KeyboardInterrupt:
+        interrupted = True
     for table in list(tables.values())[-1:]:
         print_table(table, console)
-    notes = _notes(outcomes)
+    notes = _notes(outcomes) + ["Interrupted: not all cases were measured."] * interrupted
     for note in notes:
         console.print(note, soft_wrap=True, highlight=False)
     about = environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))

@@ -45,9 +45,8 @@ MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
 WALKED = 16  # ranges that are walked instead of searched
 WAYS = 128  # probes of one search step
-MAX_SCANNED = 512  # lengths that every program scans itself, if there are few programs
-ALWAYS_SCANNED = 256  # lengths that every program scans itself in any case
-MAX_TILES_SCANNING = 2048  # programs that count as few
+SCANNED_SIZES = (128, 512)  # lengths that every program may scan itself; more than the first only
+MAX_TILES_SCANNING = 2048  # if there are at most so many programs
 
 
 @triton.jit
@@ -160,8 +159,8 @@ def copy_rows(
 
 
 @triton.jit
-def copy_bytes(source, target, size, ALIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between two addresses. Reads only words that hold at least one byte asked for."""
+def copy_bytes(source, target, size, lower, upper, ALIGNED: tl.constexpr, LANES: tl.constexpr):
+    """Copy at most LANES * 8 bytes between two addresses. Reads nothing outside of `lower` to `upper`."""
     lane = tl.arange(0, LANES)
     if ALIGNED:
         mask = lane < size // 8
@@ -170,16 +169,20 @@ def copy_bytes(source, target, size, ALIGNED: tl.constexpr, LANES: tl.constexpr)
     else:
         head = tl.minimum((-target) & 7, size)
         words = (size - head) // 8
-        tail = size - head - words * 8
-        edge = tl.arange(0, 16)  # up to 7 bytes before the aligned words, up to 7 behind
-        at = tl.where(edge < 8, edge, edge - 8 + head + words * 8)
-        mask = tl.where(edge < 8, edge < head, edge - 8 < tail)
+        near = (source + head) & -8
+        early = ((near < lower) & (words > 0)).to(tl.int64)  # the first source word begins before the buffer
+        head += early * 8
+        words -= early
+        near += early * 8
+        shift = ((source + head - near) * 8).to(tl.uint64)
+        late = (shift > 0) & (near + words * 8 + 8 > upper) & (words > 0)  # the last one ends behind it
+        words -= late.to(tl.int64)
+        edge = tl.arange(0, 32)  # fewer than 16 bytes before the words, fewer than 16 behind
+        at = tl.where(edge < 16, edge, edge - 16 + head + words * 8)
+        mask = tl.where(edge < 16, edge < head, at < size)
         byte = tl.load(source.to(tl.pointer_type(tl.int8)) + at, mask=mask)
         tl.store(target.to(tl.pointer_type(tl.int8)) + at, byte, mask=mask)
         mask = lane < words
-        source += head
-        near = source.to(tl.int64) & -8
-        shift = ((source - near) * 8).to(tl.uint64)
         word = tl.load(near.to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
         if shift > 0:
             following = tl.load((near + 8).to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
@@ -189,7 +192,7 @@ def copy_bytes(source, target, size, ALIGNED: tl.constexpr, LANES: tl.constexpr)
 
 @triton.jit
 def copy_parts(
-    packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
+    packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_packed, num_placed,
     ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
@@ -206,13 +209,16 @@ def copy_parts(
         far = start + near - begin
         if (far >= 0) & (far + count <= num_placed) & (count > 0):
             for i in tl.static_range(len(UNITS)):
-                packed_at = packed[i].to(tl.int64) + near * (UNITS[i] * WORDS[i])
-                placed_at = placed[i].to(tl.int64) + far * (UNITS[i] * WORDS[i])
-                size = (count * (UNITS[i] * WORDS[i])).to(tl.int32)
+                row_bytes: tl.constexpr = UNITS[i] * WORDS[i]
+                packed_from, placed_from = packed[i].to(tl.int64), placed[i].to(tl.int64)
+                packed_at, placed_at = packed_from + near * row_bytes, placed_from + far * row_bytes
+                size = count * row_bytes
                 if GATHER:
-                    copy_bytes(placed_at, packed_at, size, WORDS[i] == 8, LANES[i])
+                    bound = placed_from + num_placed * row_bytes
+                    copy_bytes(placed_at, packed_at, size, placed_from, bound, WORDS[i] == 8, LANES[i])
                 else:
-                    copy_bytes(packed_at, placed_at, size, WORDS[i] == 8, LANES[i])
+                    bound = packed_from + num_packed * row_bytes
+                    copy_bytes(packed_at, placed_at, size, packed_from, bound, WORDS[i] == 8, LANES[i])
         begin = behind
         r += 1
 
@@ -234,10 +240,10 @@ def copy_kernel(
         offsets, starts, found = scan_all(
             lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER, SCANNED
         )
-        total = tl.minimum(total, found)
+        end = tl.minimum(found, total)
     else:
-        total = tl.minimum(total, tl.load(offsets + n))
-    end = tl.minimum(first + TILE_ROWS, total)
+        end = tl.minimum(tl.load(offsets + n), total)
+    end = tl.minimum(end, first + TILE_ROWS)
     if first < end:
         if SCANNED > 0:
             bound = tl.where(tl.arange(0, SCANNED) > 0, offsets, -1)
@@ -247,7 +253,7 @@ def copy_kernel(
             low, high = search_pair(offsets, n, first, end - 1, WAYS)
         if PARTS and high - low <= WALKED:
             copy_parts(
-                packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_placed,
+                packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, total, num_placed,
                 ORDER, GATHER, WORDS, UNITS, LANES, SCANNED,
             )  # fmt: skip
         else:
@@ -309,10 +315,10 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
 def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
     """Lanes of a scan in every program; 0 if a launch before is better, or so many ranges meet in a tile."""
     longest = max(ranges.count, ranges.lengths.shape[0])
-    allowed = MAX_SCANNED if total <= MAX_TILES_SCANNING * tile_rows else ALWAYS_SCANNED
-    if longest > allowed or ranges.count * min(tile_rows, total) > WALKED * total:
+    lanes = next((size for size in SCANNED_SIZES if longest <= size), 0)
+    if lanes > SCANNED_SIZES[0] and total > MAX_TILES_SCANNING * tile_rows:
         return 0
-    return max(32, power_of_2(longest))
+    return lanes if ranges.count * min(tile_rows, total) <= WALKED * total else 0
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import reference
+from . import host_fbgemm, reference
 from .host_copy import gather_ranges
 
 _Integers = NDArray[np.int64]
@@ -23,15 +23,16 @@ def permute_jagged(
     _check_jagged(values, all_lengths)
     if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(all_lengths)):
         raise ValueError(f"rows must be from 0 to {len(all_lengths) - 1}, got {chosen.min()} to {chosen.max()}")
-    starts = np.cumsum(all_lengths) - all_lengths
-    return _gather(values, starts[chosen], all_lengths[chosen], total), lengths[rows]
+    moved = _permute(values, lengths, rows, all_lengths, chosen, total)
+    return moved, lengths.index_select(0, rows)
 
 
 def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total: int | None) -> list[Tensor]:
     """CPU path of `freescale.kernels.dispatch_ranges`."""
     first, sizes = _integers("starts", starts), _integers("lengths", lengths)
     _check_ranges(first, sizes, len(values[0]), "rows of values")
-    return _gather(values, first, sizes, total)
+    count = _checked_total(sizes, total)
+    return [_gather_rows(tensor.contiguous(), first, sizes, count) for tensor in values]
 
 
 def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
@@ -61,8 +62,21 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
     sizes = _integers("lengths", lengths.reshape(-1))
     _check_jagged(values, sizes)
     order = np.arange(len(sizes)).reshape(tuple(lengths.shape)).T.reshape(-1)
-    starts = np.cumsum(sizes) - sizes
-    return _gather(values, starts[order], sizes[order], None), lengths.t().contiguous()
+    moved = _permute(values, lengths.reshape(-1), torch.from_numpy(order), sizes, order, None)
+    return moved, lengths.t().contiguous()
+
+
+def _permute(
+    values: list[Tensor], lengths: Tensor, rows: Tensor, all_lengths: _Integers, chosen: _Integers, total: int | None
+) -> list[Tensor]:
+    """Permute checked rows, given as tensors and as arrays."""
+    sizes = all_lengths[chosen]
+    count = _checked_total(sizes, total)
+    values = [tensor.contiguous() for tensor in values]
+    if all(host_fbgemm.serves(tensor, count) for tensor in values):
+        return [host_fbgemm.permute_rows(tensor, lengths.long(), rows.int(), count) for tensor in values]
+    starts = np.cumsum(all_lengths) - all_lengths
+    return [_gather_rows(tensor, starts[chosen], sizes, count) for tensor in values]
 
 
 def _integers(name: str, tensor: Tensor) -> _Integers:
@@ -99,11 +113,11 @@ def _first_overlap(starts: _Integers, lengths: _Integers) -> int | None:
     return int(overlaps.argmax()) if overlaps.any() else None
 
 
-def _gather(values: list[Tensor], starts: _Integers, lengths: _Integers, total: int | None) -> list[Tensor]:
+def _checked_total(lengths: _Integers, total: int | None) -> int:
     found = int(lengths.sum())
     if total is not None and total != found:
         raise ValueError(f"total must be the sum of the lengths ({found}), got {total}")
-    return [_gather_rows(tensor.contiguous(), starts, lengths, found) for tensor in values]
+    return found
 
 
 def _gather_rows(values: Tensor, starts: _Integers, lengths: _Integers, total: int) -> Tensor:

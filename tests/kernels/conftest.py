@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ left_out: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Path:
-    """One implementation of the operators: "host", "interpreted" or "cuda"."""
+    """One implementation of the operators: "host", "fbgemm" (host, with FBGEMM loaded), "interpreted" or "cuda"."""
 
     name: str
 
@@ -45,13 +46,21 @@ class Path:
 @pytest.fixture(
     params=[
         "host",
+        "fbgemm",
         pytest.param("interpreted", marks=pytest.mark.interpreter),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
     scope="session",
 )
-def path(request: pytest.FixtureRequest) -> Path:
-    return Path(request.param)
+def path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    from freescale.kernels import host_fbgemm
+
+    loaded = request.param == "fbgemm"
+    if loaded:
+        pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_fbgemm, "is_loaded", lambda: loaded)  # other tests of the process may load it
+        yield Path(request.param)
 
 
 @pytest.fixture(
