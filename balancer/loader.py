@@ -144,6 +144,7 @@ class BalancedLoader(Generic[T]):
         """Begin an epoch: an iterator over (batch, report) pairs. An epoch that is still running is left."""
         _refuse_in_worker()
         self.close()
+        self._seconds, self.last_report = (-1, math.nan), None
         state = self._loaded or self._fresh_state()
         self._loaded = self._next = None
         protocol = Protocol(
@@ -211,6 +212,7 @@ class BalancedLoader(Generic[T]):
     def _flatten(self, batch: T) -> LocalBatch:
         if self._adapter is None:
             self._adapter = adapter_for(batch, jagged=self._jagged)
+            Schema.of(self._adapter.flatten(batch), self._adapter.describe()).to_bytes()  # too large is found here
         columns = self._adapter.flatten(batch)
         self._selection.check(columns)
         lengths = None
@@ -325,6 +327,8 @@ class BalancedIterator(Generic[T]):
     def __next__(self) -> tuple[T, Report]:
         if self._worker is None:
             raise StopIteration
+        if self._loader._worker is not self._worker:
+            raise RuntimeError("this iteration was left when its loader was closed, loaded a state or iterated again")
         started = time.perf_counter()
         entry = self._worker.take()
         if isinstance(entry, End):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,12 @@ class WorldSamples:
                 object.__setattr__(self, name, default)
             elif len(value) != len(default):
                 raise ValueError(f"{name} must have {len(default)} entries, got {len(value)}")
+
+    def clone(self) -> WorldSamples:
+        """A copy that shares no sample's numbers with this one."""
+        names = ("rank", "uih_lengths", "num_candidates", "candidate_lengths", "payload_bytes")
+        gathered = {name: values.clone() for name, values in self.gathered.items()}
+        return replace(self, **{name: getattr(self, name).clone() for name in names}, gathered=gathered)
 
     @property
     def num_samples(self) -> int:

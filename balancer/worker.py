@@ -14,8 +14,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+from ..transport import TransportError
 from .batches.batch import JaggedBatch
-from .errors import PeerClosed, PeerFailed
+from .errors import BalancerError, PeerClosed, PeerFailed
 from .protocol.header import State
 from .protocol.protocol import LocalBatch, Protocol
 from .report import Report
@@ -116,22 +117,24 @@ class Worker:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        state: dict[str, Any] = {}
         try:
             while self._step():
                 pass
+            self._protocol.step = self._protocol.dropped_samples = 0
+            state = loop_state(self._protocol, self._epoch + 1, False, self._end_state)
         except BaseException as caught:
             error = caught
             if isinstance(caught, PeerFailed) and caught.rank == self._protocol.transport.rank:
                 caught.__cause__ = caught.__cause__ or self._error
-        finally:
-            _live.discard(self)
-            close = getattr(self._batches, "close", None)
-            self._batches = iter(())
-            if close is not None:
-                close()
-            self._protocol.step = 0
-            self._protocol.dropped_samples = 0
-            self.queue.put(End(error, loop_state(self._protocol, self._epoch + 1, False, self._end_state)))
+        try:
+            batches, self._batches = self._batches, iter(())
+            if hasattr(batches, "close"):
+                batches.close()
+        except BaseException as caught:
+            error = error or caught
+        _live.discard(self)
+        self.queue.put(End(error, state))
 
     def _step(self) -> bool:
         """One global batch; false when no more follow."""
@@ -139,28 +142,24 @@ class Worker:
         started = time.perf_counter()
         local, source_state = self._pull()
         local.load_seconds = time.perf_counter() - started
-        outcome = self._protocol.run(local)
-        if outcome.dropped:
-            self._room.release()
-            return True
-        if outcome.columns is None or outcome.report is None:
-            if outcome.left is not None and not self._closing:
-                raise PeerClosed(outcome.left, self._protocol.step)
-            return False
-        batch = self._restored(outcome.columns)
-        self.queue.put(Item(batch, outcome.report, self._state(source_state)))
-        return True
-
-    def _restored(self, columns: JaggedBatch) -> Any:
         try:
-            return self._restore(columns)
-        except Exception as error:
-            self._protocol.run(self._failed(error))  # raises, here and on the peers
+            outcome = self._protocol.run(local)
+            if outcome.dropped:
+                self._room.release()
+                return True
+            if outcome.columns is None or outcome.report is None:
+                if outcome.left is not None and not self._closing:
+                    raise PeerClosed(outcome.left, self._protocol.step)
+                return False
+            batch = self._restore(outcome.columns)
+            state = loop_state(self._protocol, self._epoch, self._exhausted, source_state)
+        except (BalancerError, TransportError):  # known to all ranks, or to none
             raise
-
-    def _state(self, source_state: Any) -> dict[str, Any]:
-        """What to load to go on after the step that just ended."""
-        return loop_state(self._protocol, self._epoch, self._exhausted, source_state)
+        except Exception as error:  # this rank's alone: tell the others at the next step
+            self._protocol.run(self._failed(error))
+            raise
+        self.queue.put(Item(batch, outcome.report, state))
+        return True
 
     def _pull(self) -> tuple[LocalBatch, Any]:
         """Take the next local batch, or what this rank says instead, and where the source stands then."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .schema import MAX_SCHEMA_BYTES
 
 Int64s = NDArray[np.int64]
 
@@ -157,7 +158,7 @@ class WorldStep:
             ("state", 0, max(State)),
             ("batch_size", 0, MAX_BATCH_SIZE),
             ("text_bytes", 0, TEXT_BYTES),
-            ("schema_bytes", 0, 1 << 20),
+            ("schema_bytes", 0, MAX_SCHEMA_BYTES),
         )
         for name, low, high in limits:
             values: Int64s = getattr(self, name)

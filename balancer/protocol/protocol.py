@@ -156,9 +156,7 @@ class Protocol:
             return end
         candidate_lengths = yield from self._gather_candidates(local, world)
         clock.lap("gather_candidates")
-        outcome = yield from self._plan_and_shuffle(local, world, candidate_lengths, clock)
-        self.step += 1
-        return outcome
+        return (yield from self._plan_and_shuffle(local, world, candidate_lengths, clock))
 
     def _wait(self, work: Pending, stage: str) -> Tensor:
         """Wait for a transfer; an error says which stage and step it hit."""
@@ -311,6 +309,7 @@ class Protocol:
         origin = np.repeat(np.arange(world.world_size), world.batch_size)
         if self._drop_small and len(samples) < world.world_size:
             self.dropped_samples += len(samples)
+            self.step += 1
             return Outcome(dropped=True)
         world_samples = self._world_samples(samples, origin, candidate_lengths, world)
         shuffle = Shuffle(self.transport, self.schema, local.sections, world_samples, self._receive_buffer)
@@ -319,10 +318,13 @@ class Protocol:
         self._receive_buffer = shuffle.buffer
         work = shuffle.post()
         yield "shuffle"
-        columns = shuffle.finish(self._wait(work, "stage III (shuffle samples)"))
+        received = self._wait(work, "stage III (shuffle samples)")
+        # From here on peers are at the next step; whatever fails here is told to them there.
+        step, self.step = self.step, self.step + 1
+        columns = shuffle.finish(received)
         clock.lap("shuffle")
-        self._history.add(self.step, world_samples, shuffle.owners)
-        return Outcome(columns, self._report(world, world_samples, shuffle, clock))
+        self._history.add(step, world_samples, shuffle.owners)
+        return Outcome(columns, self._report(step, world, world_samples, shuffle, clock))
 
     def _world_samples(
         self, samples: Int64s, origin: Int64s, candidate_lengths: Tensor, world: WorldStep
@@ -361,7 +363,7 @@ class Protocol:
                 "it must depend on its argument alone"
             )
 
-    def _report(self, world: WorldStep, samples: WorldSamples, shuffle: Shuffle, clock: Clock) -> Report:
+    def _report(self, step: int, world: WorldStep, samples: WorldSamples, shuffle: Shuffle, clock: Clock) -> Report:
         assert self.schema is not None
         size, rank = self.transport.world_size, self.transport.rank
         lengths, origin, owners = samples.uih_lengths.numpy(), samples.rank.numpy(), shuffle.owners
@@ -371,7 +373,7 @@ class Protocol:
         moved = payload[origin != owners].sum()
         batch_sizes = np.bincount(owners, minlength=size)
         return Report(
-            step=self.step,
+            step=step,
             rank=rank,
             world_size=size,
             batch_size=int(batch_sizes[rank]),

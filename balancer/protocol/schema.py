@@ -11,7 +11,7 @@ import torch
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
 
-MAX_SCHEMA_BYTES = 1 << 20
+MAX_SCHEMA_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ class Shuffle:
         status, text = PLANNED, ""
         try:
             status = PARTITIONER_FAILED
-            self.owners = validate_plan(partitioner(self._samples), self._samples).numpy()
+            # Copies both ways: a partitioner may write into its argument, or keep what it returns.
+            self.owners = validate_plan(partitioner(self._samples.clone()), self._samples).numpy().copy()
             status = PACKING_FAILED
             self._size_and_pack()
             status = PLANNED

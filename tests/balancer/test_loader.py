@@ -517,3 +517,84 @@ def test_the_lengths_field_of_a_jagged_feature_names_its_column() -> None:
     loader = balance([batch], connect("local"), lengths="n", jagged={"ids": "n"})
     ((_, report),) = loader.with_reports()
     assert report.tokens_before == (4,)
+
+
+def test_two_iterations_of_one_loader_at_once_are_an_error_for_the_first() -> None:
+    def run(transport: Transport) -> list[int]:
+        loader = balance(Batches(transport.rank, 4), transport, "features.uih")
+        first = iter(loader)
+        next(first)
+        second = [ids_of(batch) for batch in loader]
+        with pytest.raises(RuntimeError, match="left when its loader was"):
+            next(first)
+        assert loader.state_dict()["epoch"] == 1
+        return [len(ids) for ids in second]
+
+    assert run_in_threads(2, run) == [[8] * 4] * 2
+
+
+def test_a_partitioner_may_write_into_its_argument() -> None:
+    def spoil(world: WorldSamples) -> Tensor:
+        world.rank.fill_(0)
+        world.payload_bytes.zero_()
+        owner = world.uih_lengths.zero_()
+        owner[::2] = 1
+        return owner
+
+    steps = run_in_threads(2, collect([3, 3], partitioner=spoil))
+    assert Counter(i for rank in steps for step in rank for i in step) == all_ids([3, 3])
+
+
+def test_a_rank_that_cannot_rebuild_its_batches_tells_the_others() -> None:
+    def run(transport: Transport) -> int:
+        loader = balance(Batches(transport.rank, 6), transport, "features.uih")
+        if transport.rank == 1:
+            restore = loader._restore
+            calls: list[int] = []
+
+            def fail_third(protocol: Any, columns: Any) -> Any:
+                calls.append(1)
+                if len(calls) == 3:
+                    raise MemoryError("no room")
+                return restore(protocol, columns)
+
+            loader._restore = fail_third  # type: ignore[method-assign]
+        taken: list[int] = []
+        with pytest.raises(PeerFailed, match="rank 1 failed at step 3: MemoryError: no room"):
+            taken.extend(1 for _ in loader)
+        return len(taken)
+
+    assert run_in_threads(2, run) == [3, 2]
+
+
+def test_a_partitioner_whose_state_cannot_be_saved_is_an_error_everywhere() -> None:
+    class Stateful:
+        def __call__(self, world: WorldSamples) -> Tensor:
+            return world.rank
+
+        def state_dict(self) -> dict[str, Any]:
+            if threading.current_thread().name == "freescale-balancer":
+                raise OSError("no state")
+            return {}
+
+    def run(transport: Transport) -> None:
+        partitioner: Any = Stateful() if transport.rank == 0 else (lambda world: world.rank)
+        loader = balance(Batches(transport.rank, 4), transport, "features.uih", partitioner)
+        with pytest.raises(PeerFailed, match="rank 0 failed at step 1: OSError: no state"):
+            list(loader)
+
+    run_in_threads(2, run)
+
+
+def test_seconds_of_an_epoch_do_not_reach_the_next() -> None:
+    seen: list[int] = []
+
+    def watch(world: WorldSamples) -> Tensor:
+        seen.append(int(world.seconds_step[0]))
+        return world.rank
+
+    loader = balance(Batches(0, 3), connect("local"), "features.uih", watch)
+    for _ in range(2):
+        for _ in loader:
+            loader.record_seconds(1.0)
+    assert seen[3] == -1
