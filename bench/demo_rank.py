@@ -101,7 +101,7 @@ class Trainer:
         self.model = SequenceModel(settings.roles)
         self.transport = transport
         # The accumulator starts over 0, or the first steps would take the sign of rounding errors for a gradient.
-        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05, initial_accumulator_value=1e-10)
+        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.03, initial_accumulator_value=1e-10)
         self._warm_up = torch.optim.lr_scheduler.LinearLR(self._optimizer, start_factor=0.1, total_iters=10)
 
     def step(self, batch: JaggedBatch, scale: float) -> tuple[float, float]:

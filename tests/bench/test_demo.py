@@ -148,15 +148,28 @@ def test_missing_mpi_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Mo
         launch.launch("mpi", 2, "nowhere", tmp_path / "settings.json")
 
 
-def test_loss_curves_that_differ_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("loss", 1.001, "the loss of step 3 was 1.00100 instead of 1.00000"),
+        ("loss", float("nan"), "the loss of step 3 was nan"),
+        ("tokens", 2.0, "step 3 had 4 tokens instead of 2"),
+        ("samples", 0.0, "step 3 had 0 samples instead of 2"),
+    ],
+)
+def test_a_training_that_balancing_changed_is_an_error(
+    name: str,
+    changed: float,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ones = [[1.0, 1.0]] * 4
-    run = dict.fromkeys(MEASURES, ones)
-    other = run | {"loss": [[1.0, 1.0]] * 3 + [[1.1, 1.1]]}
+    run = dict.fromkeys(MEASURES, [[1.0, 1.0]] * 4)
+    other = run | {name: [[1.0, 1.0]] * 3 + [[changed, changed]]}
     monkeypatch.setattr(demo, "_train", lambda *_: {"as_loaded": run, "balanced": other})
     assert demo.main(["--ranks", "2", "--steps", "4", "--batch-size", "1", "--output", str(tmp_path)]) == 1
-    assert "balancing changed the training" in capsys.readouterr().err
+    assert f"error: balancing changed the training: {message}" in capsys.readouterr().err
 
 
 def test_figures_leave_out_the_warm_up_and_follow_from_the_slowest_rank() -> None:
