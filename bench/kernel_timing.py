@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,16 +41,9 @@ def device_ms(calls: Sequence[Call]) -> float | None:
 
     The results of a round are kept, so that outputs rotate as inputs do.
     """
-    graph = torch.cuda.CUDAGraph()
     rounds = max(1, 16 // len(calls))
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                kept = [call() for call in calls]
-                del kept
-    except RuntimeError:
-        torch.cuda.synchronize()
+    graph = _captured(calls, rounds)
+    if graph is None:
         return None
     graph.replay()
     times: list[float] = []
@@ -60,3 +55,34 @@ def device_ms(calls: Sequence[Call]) -> float | None:
         end.synchronize()
         times.append(begin.elapsed_time(end) / (rounds * len(calls)))
     return statistics.median(times)
+
+
+def _captured(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph | None:
+    """Capture the calls. `torch.cuda.graph` would also collect garbage and empty the cache, which takes seconds."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(_keeper().pool())
+        try:
+            for _ in range(rounds):
+                kept = [call() for call in calls]
+                del kept
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            torch.cuda.synchronize()
+            return None
+        graph.capture_end()
+    return graph
+
+
+@functools.cache
+def _keeper() -> torch.cuda.CUDAGraph:
+    """A graph that is never replayed: it keeps the memory that the others share."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        torch.zeros(1, device="cuda")
+        graph.capture_end()
+    return graph

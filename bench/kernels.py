@@ -214,6 +214,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             if title not in tables:
                 for table in list(tables.values())[-1:]:
                     print_table(table, console)
+                _save(options.json, outcomes)
                 tables[title] = _table(title, options.device)
             _add(tables[title], found)
     except KeyboardInterrupt:
@@ -223,15 +224,22 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     notes = _notes(outcomes) + ["Interrupted: not all cases were measured."] * interrupted
     for note in notes:
         console.print(note, soft_wrap=True, highlight=False)
-    about = environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))
-    if options.json is not None:
-        found_json = {"environment": about, "outcomes": [asdict(outcome) for outcome in outcomes]}
-        options.json.write_text(json.dumps(found_json, indent=1) + "\n")
+    _save(options.json, outcomes)
     if options.plot is not None:
         draw(outcomes, options.plot)
     if options.results is not None:
         name = f"kernels-{options.device}"
-        write_result(options.results, name, "Jagged kernels", about, [*tables.values(), *notes])
+        write_result(options.results, name, "Jagged kernels", _environment(), [*tables.values(), *notes])
+
+
+def _environment() -> dict[str, str]:
+    return environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))
+
+
+def _save(path: Path | None, outcomes: Sequence[Outcome]) -> None:
+    if path is not None:
+        found = {"environment": _environment(), "outcomes": [asdict(outcome) for outcome in outcomes]}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _notes(outcomes: Sequence[Outcome]) -> list[str]:

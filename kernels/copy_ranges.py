@@ -15,8 +15,8 @@ Then there are two ways to copy:
 
 - Row by row, for wide rows and wherever many short ranges meet: each row finds its range, and its words move.
 - Range by range, for narrow rows in few ranges: what a range has in the tile is a run of bytes, which moves in aligned
-  8-byte words whatever the dtype; where source and result are not aligned alike, two source words are shifted
-  together. Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory.
+  8-byte words whatever the dtype; where source and result are not aligned alike, a word comes from two of the source.
+  Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory.
 
 Row numbers and addresses are int64 throughout.
 """
@@ -40,6 +40,7 @@ from .ranges import Ranges, row_of
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 TILE_BYTES = 8192  # that one program copies, about
+SMALL_BYTES = 2**20  # up to which it copies half of that, to keep all processors busy
 CHUNK_ROWS = 512  # rows that are copied one by one at a time
 MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
@@ -159,35 +160,68 @@ def copy_rows(
 
 
 @triton.jit
-def copy_bytes(source, target, size, lower, upper, ALIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between two addresses. Reads nothing outside of `lower` to `upper`."""
+def copy_words(source, target, size, LANES: tl.constexpr):
+    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of 8."""
     lane = tl.arange(0, LANES)
-    if ALIGNED:
-        mask = lane < size // 8
-        word = tl.load(source.to(tl.pointer_type(tl.int64)) + lane, mask=mask)
-        tl.store(target.to(tl.pointer_type(tl.int64)) + lane, word, mask=mask)
+    mask = lane < size // 8
+    word = tl.load(source.to(tl.pointer_type(tl.int64)) + lane, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.int64)) + lane, word, mask=mask)
+
+
+@triton.jit
+def copy_halves(source, target, size, LANES: tl.constexpr):
+    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of 4."""
+    head = tl.minimum((-target) & 7, size)
+    words = (size - head) // 8
+    edge = tl.arange(0, 2)  # a half before the aligned words, a half behind
+    at = tl.where(edge == 0, 0, (head + words * 8) // 4)
+    mask = tl.where(edge == 0, head > 0, head + words * 8 < size)
+    half = tl.load(source.to(tl.pointer_type(tl.int32)) + at, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.int32)) + at, half, mask=mask)
+    lane = tl.arange(0, LANES)
+    mask = lane < words
+    halves = (source + head).to(tl.pointer_type(tl.uint32)) + lane * 2
+    low = tl.load(halves, mask=mask, other=0).to(tl.uint64)
+    high = tl.load(halves + 1, mask=mask, other=0).to(tl.uint64)
+    tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, low | (high << 32), mask=mask)
+
+
+@triton.jit
+def copy_bytes(source, target, size, lower, upper, LANES: tl.constexpr):
+    """Copy at most LANES * 8 bytes between any two addresses. Reads nothing outside of `lower` to `upper`."""
+    head = tl.minimum((-target) & 7, size)
+    words = (size - head) // 8
+    near = (source + head) & -8
+    early = ((near < lower) & (words > 0)).to(tl.int64)  # the first source word begins before the buffer
+    head += early * 8
+    words -= early
+    near += early * 8
+    shift = ((source + head - near) * 8).to(tl.uint64)
+    late = (shift > 0) & (near + words * 8 + 8 > upper) & (words > 0)  # the last one ends behind it
+    words -= late.to(tl.int64)
+    edge = tl.arange(0, 32)  # fewer than 16 bytes before the words, fewer than 16 behind
+    at = tl.where(edge < 16, edge, edge - 16 + head + words * 8)
+    mask = tl.where(edge < 16, edge < head, at < size)
+    byte = tl.load(source.to(tl.pointer_type(tl.int8)) + at, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.int8)) + at, byte, mask=mask)
+    lane = tl.arange(0, LANES)
+    mask = lane < words
+    word = tl.load(near.to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
+    if shift > 0:
+        following = tl.load((near + 8).to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
+        word = (word >> shift) | (following << (64 - shift))
+    tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, word, mask=mask)
+
+
+@triton.jit
+def copy_run(source, target, size, lower, upper, WORD: tl.constexpr, LANES: tl.constexpr):
+    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of WORD."""
+    if WORD == 8:
+        copy_words(source, target, size, LANES)
+    elif WORD == 4:
+        copy_halves(source, target, size, LANES)
     else:
-        head = tl.minimum((-target) & 7, size)
-        words = (size - head) // 8
-        near = (source + head) & -8
-        early = ((near < lower) & (words > 0)).to(tl.int64)  # the first source word begins before the buffer
-        head += early * 8
-        words -= early
-        near += early * 8
-        shift = ((source + head - near) * 8).to(tl.uint64)
-        late = (shift > 0) & (near + words * 8 + 8 > upper) & (words > 0)  # the last one ends behind it
-        words -= late.to(tl.int64)
-        edge = tl.arange(0, 32)  # fewer than 16 bytes before the words, fewer than 16 behind
-        at = tl.where(edge < 16, edge, edge - 16 + head + words * 8)
-        mask = tl.where(edge < 16, edge < head, at < size)
-        byte = tl.load(source.to(tl.pointer_type(tl.int8)) + at, mask=mask)
-        tl.store(target.to(tl.pointer_type(tl.int8)) + at, byte, mask=mask)
-        mask = lane < words
-        word = tl.load(near.to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
-        if shift > 0:
-            following = tl.load((near + 8).to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
-            word = (word >> shift) | (following << (64 - shift))
-        tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, word, mask=mask)
+        copy_bytes(source, target, size, lower, upper, LANES)
 
 
 @triton.jit
@@ -209,16 +243,15 @@ def copy_parts(
         far = start + near - begin
         if (far >= 0) & (far + count <= num_placed) & (count > 0):
             for i in tl.static_range(len(UNITS)):
-                row_bytes: tl.constexpr = UNITS[i] * WORDS[i]
-                packed_from, placed_from = packed[i].to(tl.int64), placed[i].to(tl.int64)
-                packed_at, placed_at = packed_from + near * row_bytes, placed_from + far * row_bytes
-                size = count * row_bytes
+                near_from, far_from = packed[i].to(tl.int64), placed[i].to(tl.int64)
+                near_at, far_at = near_from + near * UNITS[i] * WORDS[i], far_from + far * UNITS[i] * WORDS[i]
+                size = count * UNITS[i] * WORDS[i]
                 if GATHER:
-                    bound = placed_from + num_placed * row_bytes
-                    copy_bytes(placed_at, packed_at, size, placed_from, bound, WORDS[i] == 8, LANES[i])
+                    bound = far_from + num_placed * UNITS[i] * WORDS[i]
+                    copy_run(far_at, near_at, size, far_from, bound, WORDS[i], LANES[i])
                 else:
-                    bound = packed_from + num_packed * row_bytes
-                    copy_bytes(packed_at, placed_at, size, packed_from, bound, WORDS[i] == 8, LANES[i])
+                    bound = near_from + num_packed * UNITS[i] * WORDS[i]
+                    copy_run(near_at, far_at, size, near_from, bound, WORDS[i], LANES[i])
         begin = behind
         r += 1
 
@@ -292,7 +325,8 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
         return
     addresses = [(near.data_ptr(), far.data_ptr()) for near, far in zip(packed, placed, strict=True)]
     words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
-    tile_rows, blocks, constants = _tiling(tuple(sizes), words)
+    tile_bytes = TILE_BYTES if total * sum(sizes) > SMALL_BYTES else TILE_BYTES // 2
+    tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes)
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
     if not scanned and ranges.offsets is None:
         ranges.scan()
@@ -322,14 +356,14 @@ def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
 
 
 @cache
-def _tiling(sizes: tuple[int, ...], words: tuple[int, ...]) -> tuple[int, int, tuple[Any, ...]]:
+def _tiling(sizes: tuple[int, ...], words: tuple[int, ...], tile_bytes: int) -> tuple[int, int, tuple[Any, ...]]:
     """Rows a tile, blocks of columns, and the kernel's constants for rows of `sizes` bytes in `words` of bytes."""
     units = tuple(size // word for size, word in zip(sizes, words, strict=True))
     columns = tuple(min(power_of_2(unit), MAX_COLUMNS) for unit in units)
     blocks = -(-max(units) // MAX_COLUMNS)
     row_size = sum(width * word for width, word in zip(columns, words, strict=True))
     parts = blocks == 1 and (max(sizes) <= NARROW_BYTES or min(words) < 8)
-    tile_rows = max(1, power_of_2(TILE_BYTES // row_size + 1) // 2)
+    tile_rows = max(1, power_of_2(tile_bytes // row_size + 1) // 2)
     lanes = tuple(power_of_2(-(-tile_rows * size // 8)) for size in sizes)
     chunk_rows = min(tile_rows, CHUNK_ROWS)
     return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WAYS)

@@ -19,18 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .copy_ranges import WAYS, search_pair, search_rows
+from .launch import launch
 
 TILE_ELEMENTS = 1024
 MAX_COLUMNS = 256
 
 
-@triton.jit(do_not_specialize=["n", "size"])
+@triton.jit(
+    do_not_specialize=["n", "size"],
+    do_not_specialize_on_alignment=["values", "result", "starts", "reaches", "lengths", "offsets"],
+)
 def sum_kernel(
-    values, result, starts, reaches, lengths, offsets, n, size,
+    values, result, starts, reaches, lengths, offsets, n: tl.int64, size: tl.int64,
     UNITS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Add up TILE_ROWS rows of the result. `starts` and `reaches` hold one entry in front, as offsets do."""
-    n = n.to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * TILE_ROWS
     position = first + tl.arange(0, TILE_ROWS)
     last = tl.minimum(first + TILE_ROWS, size) - 1
@@ -76,11 +79,15 @@ def sum_ranges(values: Tensor, result: Tensor, starts: Tensor, lengths: Tensor, 
     reaches = torch.where(lengths > 0, keys + lengths, beyond).cummax(0).values
     columns = min(triton.next_power_of_2(units), MAX_COLUMNS)
     tile_rows = TILE_ELEMENTS // columns
-    sum_kernel[(-(-len(result) // tile_rows), -(-units // columns))](
-        values, result, _with_front(keys), _with_front(reaches), lengths, offsets, len(order), len(result),
-        UNITS=units, COLUMNS=columns, TILE_ROWS=tile_rows, WAYS=WAYS,
-        WIDE=tl.float64 if values.dtype == torch.float64 else tl.float32,
-    )  # fmt: skip
+    launch(
+        sum_kernel,
+        values.device.index,
+        (-(-len(result) // tile_rows), -(-units // columns), 1),
+        (values.dtype,),
+        (values, result, _with_front(keys), _with_front(reaches), lengths, offsets),
+        (len(order), len(result)),
+        (units, columns, tile_rows, tl.float64 if values.dtype == torch.float64 else tl.float32, WAYS),
+    )
 
 
 def _with_front(numbers: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""Triton's interpreter accepts more than its compiler: every kernel also compiles for a GPU, without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+
+
+@pytest.mark.timeout(240)
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    said = subprocess.run(
+        [sys.executable, SCRIPT],
+        env={**variables, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert said.stdout.strip() == "[('copy_kernel', 8), ('scan_kernel', 7), ('sum_kernel', 3)]"

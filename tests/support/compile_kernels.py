@@ -1,0 +1,67 @@
+"""Compiles every Triton kernel for a Hopper GPU, on a machine without one: arguments come from calls on CPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from freescale.kernels import copy_ranges, device_jagged, ranges, sum_ranges
+from freescale.kernels.launch import Words
+
+_TYPES = {torch.int64: "i64", torch.int32: "i32", torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
+_TARGET = GPUTarget("cuda", 90, 32)
+compiled: dict[str, int] = {}
+
+
+def compile_instead(
+    kernel: Any,
+    _device: int | None,
+    _grid: tuple[int, int, int],
+    _key: tuple[Any, ...],
+    pointers: tuple[Any, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    num_warps: int = 4,
+) -> None:
+    """Stand in for `launch`: compile the variant that it would run."""
+    signature: dict[str, Any] = {}
+    values: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    arguments = (*pointers, *numbers, *constants)
+    for place, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
+        if argument is None or place >= len(pointers) + len(numbers):
+            signature[name], values[(place,)] = "constexpr", argument
+        elif place >= len(pointers):
+            signature[name] = "i64"
+        elif isinstance(argument, Words):
+            signature[name] = tuple(f"*i{word.primitive_bitwidth}" for word in argument.types)
+            attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(len(argument.types))}
+        else:
+            signature[name] = f"*{_TYPES[argument.dtype]}"
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+    triton.compile(source, target=_TARGET, options={"num_warps": num_warps})
+    compiled[kernel.__name__] = compiled.get(kernel.__name__, 0) + 1
+
+
+def main() -> None:
+    for module in (copy_ranges, ranges, sum_ranges):
+        vars(module)["launch"] = compile_instead
+    for count in (100, 2000):  # scanned inside the copy, and before it
+        lengths = torch.full((count,), 2000 if count == 100 else 3)
+        total, starts = int(lengths.sum()), torch.arange(count)
+        narrow = [torch.zeros(total, dtype=dtype) for dtype in (torch.uint8, torch.int32, torch.int64)]
+        device_jagged.permute_jagged(narrow, lengths, starts.int(), total)
+        device_jagged.combine_ranges(narrow, starts, lengths.int(), total)
+        device_jagged.dispatch_ranges([torch.zeros(total, 128)], starts, lengths, total)
+        device_jagged.transpose_keyed([torch.zeros(total, 3), torch.zeros(total, 700)], lengths.view(4, -1))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        device_jagged.sum_ranges([torch.zeros(total, 5, dtype=dtype)], starts, lengths, total)
+    print(sorted(compiled.items()))
+
+
+if __name__ == "__main__":
+    main()
