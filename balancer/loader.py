@@ -111,6 +111,7 @@ class BalancedLoader(Generic[T]):
         candidates = None if candidates is None else self._values_field(candidates)
         self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)))
         self._adapter: Adapter[Any] | None = None
+        self._schema: Schema | None = None  # of the first batch; the adapter sees to it that later ones are alike
         if example is not None:
             self._adapter = adapter_for(example, jagged=self._jagged)
         self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
@@ -212,17 +213,19 @@ class BalancedLoader(Generic[T]):
     def _flatten(self, batch: T) -> LocalBatch:
         if self._adapter is None:
             self._adapter = adapter_for(batch, jagged=self._jagged)
-            Schema.of(self._adapter.flatten(batch), self._adapter.describe()).to_bytes()  # too large is found here
         columns = self._adapter.flatten(batch)
-        self._selection.check(columns)
+        if self._schema is None:
+            self._selection.check(columns)
+            schema = Schema.of(columns, self._adapter.describe())
+            schema.to_bytes()  # one that is too large is found here
+            self._schema = schema
         lengths = None
         if self._measure_lengths is not None:
             lengths = _checked_lengths(self._measure_lengths(batch), columns.batch_size)
-        schema = Schema.of(columns, self._adapter.describe())
-        sections = Sections(columns, schema)
-        samples = self._selection.sample_words(columns, schema, sections.payload_bytes(), lengths)
+        sections = Sections(columns, self._schema)
+        samples = self._selection.sample_words(columns, self._schema, sections.payload_bytes(), lengths)
         items = np.array([len(columns[name].values) for name in columns.names], np.int64)
-        return LocalBatch(State.HAS_BATCH, schema, sections, samples, items)
+        return LocalBatch(State.HAS_BATCH, self._schema, sections, samples, items)
 
     def _restore(self, protocol: Protocol, columns: JaggedBatch) -> Any:
         if self._adapter is None:
@@ -299,8 +302,8 @@ class BalancedLoader(Generic[T]):
 
     def _hand_out(self, report: Report, state: dict[str, Any]) -> None:
         previous, self.last_report, self._state = self.last_report, report, state
-        unread = previous is not None and not previous.scale_was_read and len(set(previous.batch_sizes)) > 1
-        if previous is not None and unread and not self._warned:
+        unread = previous is not None and not previous.scale_was_read and not self._warned
+        if previous is not None and unread and len(set(previous.batch_sizes)) > 1:
             self._warned = True
             warnings.warn(
                 f"ranks had {min(previous.batch_sizes)} to {max(previous.batch_sizes)} samples in step {previous.step} "

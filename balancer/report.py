@@ -5,6 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .metrics import imbalance, straggler_percentage
+from .plan import WorldSamples
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moved in one step, summed over samples. Each of shape [world_size], int64.
+
+    Attributes:
+        batch_sizes: Samples of each rank after balancing.
+        tokens_before: UIH length of each rank, as loaded.
+        tokens_after: UIH length of each rank, balanced.
+        payload: Bytes that each rank loaded.
+        sent: Bytes of them that left.
+        received: Bytes that came.
+    """
+
+    batch_sizes: Int64s
+    tokens_before: Int64s
+    tokens_after: Int64s
+    payload: Int64s
+    sent: Int64s
+    received: Int64s
+
+    @classmethod
+    def of(cls, world: WorldSamples, owners: Int64s) -> Traffic:
+        """Add up a plan."""
+        origin, size = world.rank.numpy(), world.world_size
+        lengths, payload = world.uih_lengths.numpy(), world.payload_bytes.numpy()
+        moved = np.where(origin != owners, payload, 0)
+
+        def total(rank: Int64s, amounts: Int64s | None) -> Int64s:
+            sums: Int64s = np.bincount(rank, weights=amounts, minlength=size).astype(np.int64)
+            return sums
+
+        return cls(
+            total(owners, None),
+            total(origin, lengths),
+            total(owners, lengths),
+            total(origin, payload),
+            total(origin, moved),
+            total(owners, moved),
+        )
+
 
 @dataclass
 class Report:
@@ -14,20 +64,8 @@ class Report:
         step: Number of the global batch, from 0.
         rank: This rank.
         world_size: Number of ranks.
-        batch_size: Samples that this rank has after balancing.
-        global_batch_size: Samples over all ranks.
-        batch_sizes: Samples of each rank after balancing.
+        traffic: What moved.
         global_items: Values of each column over all ranks.
-        tokens_before: UIH length of each rank, as loaded.
-        tokens_after: UIH length of each rank, balanced.
-        imbalance_before: Largest over mean UIH length of a rank, minus 1, as loaded.
-        imbalance_after: The same, balanced.
-        straggler_before: Percentage of a step that ranks would wait if time were the UIH length, as loaded.
-        straggler_after: The same, balanced.
-        bytes_sent: Payload that left this rank.
-        bytes_received: Payload that came to this rank.
-        bytes_total: Payload of the global batch.
-        bytes_moved: Payload of the global batch that changed ranks.
         dropped_samples: Samples dropped so far by `drop_small`.
         seconds: Wall seconds of "load", "gather_lengths", "gather_candidates", "plan" and "shuffle".
         exposed_seconds: How long the consumer waited for this batch.
@@ -36,24 +74,77 @@ class Report:
     step: int
     rank: int
     world_size: int
-    batch_size: int
-    global_batch_size: int
-    batch_sizes: tuple[int, ...]
+    traffic: Traffic
     global_items: Mapping[str, int]
-    tokens_before: tuple[int, ...]
-    tokens_after: tuple[int, ...]
-    imbalance_before: float
-    imbalance_after: float
-    straggler_before: float
-    straggler_after: float
-    bytes_sent: int
-    bytes_received: int
-    bytes_total: int
-    bytes_moved: int
     dropped_samples: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float = 0.0
     scale_was_read: bool = field(default=False, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that this rank has after balancing."""
+        return int(self.traffic.batch_sizes[self.rank])
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each rank after balancing."""
+        return tuple(self.traffic.batch_sizes.tolist())
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples over all ranks."""
+        return int(self.traffic.batch_sizes.sum())
+
+    @property
+    def tokens_before(self) -> tuple[int, ...]:
+        """UIH length of each rank, as loaded."""
+        return tuple(self.traffic.tokens_before.tolist())
+
+    @property
+    def tokens_after(self) -> tuple[int, ...]:
+        """UIH length of each rank, balanced."""
+        return tuple(self.traffic.tokens_after.tolist())
+
+    @property
+    def imbalance_before(self) -> float:
+        """Largest over mean UIH length of a rank, minus 1, as loaded."""
+        return imbalance(torch.from_numpy(self.traffic.tokens_before))
+
+    @property
+    def imbalance_after(self) -> float:
+        """Largest over mean UIH length of a rank, minus 1, balanced."""
+        return imbalance(torch.from_numpy(self.traffic.tokens_after))
+
+    @property
+    def straggler_before(self) -> float:
+        """Percentage of a step that ranks would wait if time were the UIH length, as loaded."""
+        return straggler_percentage(torch.from_numpy(self.traffic.tokens_before))
+
+    @property
+    def straggler_after(self) -> float:
+        """Percentage of a step that ranks would wait if time were the UIH length, balanced."""
+        return straggler_percentage(torch.from_numpy(self.traffic.tokens_after))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that left this rank."""
+        return int(self.traffic.sent[self.rank])
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that came to this rank."""
+        return int(self.traffic.received[self.rank])
+
+    @property
+    def bytes_total(self) -> int:
+        """Payload of the global batch."""
+        return int(self.traffic.payload.sum())
+
+    @property
+    def bytes_moved(self) -> int:
+        """Payload of the global batch that changed ranks."""
+        return int(self.traffic.sent.sum())
 
     def loss_scale(self, column: str | None = None) -> float:
         """Factor for a *sum* of losses, so that gradients averaged over ranks are those of the global mean.

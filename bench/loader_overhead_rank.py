@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -106,25 +107,15 @@ def _cpu_elsewhere() -> float:
     return time.process_time() - time.thread_time()
 
 
-def _batches(settings: Settings, transport: Transport) -> Iterator[JaggedBatch]:
-    source = read_parquet(settings.data, settings.batch_size, rank=transport.rank, world_size=transport.world_size)
-    given = 0
-    while True:
-        for batch in source:
-            yield batch
-            given += 1
-            if given == settings.num_batches:
-                return
-
-
-class _Repeated:
-    """The batches as an object that can be iterated, as loaders are."""
+class _Loaded:
+    """Batches in memory, again and again: reading them is the wrapped loader's affair, often that of its workers."""
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
-        self._settings, self._transport = settings, transport
+        source = read_parquet(settings.data, settings.batch_size, rank=transport.rank, world_size=transport.world_size)
+        self._batches, self._num_batches = list(source), settings.num_batches
 
     def __iter__(self) -> Iterator[JaggedBatch]:
-        return _batches(self._settings, self._transport)
+        return itertools.islice(itertools.cycle(self._batches), self._num_batches)
 
 
 def main() -> None:
@@ -136,7 +127,7 @@ def main() -> None:
         if settings.transport == "process_group":
             torch.distributed.init_process_group("gloo")
         transport = connect(settings.transport, timeout_s=120)
-        loader: BalancedLoader[JaggedBatch] = balance(_Repeated(settings, transport), transport, lengths="uih_page")
+        loader: BalancedLoader[JaggedBatch] = balance(_Loaded(settings, transport), transport, lengths="uih_page")
         batches = loader.with_reports()
         if transport.rank == 0:
             threading.Thread(target=threading.Event().wait, daemon=True).start()  # so that two threads exist always

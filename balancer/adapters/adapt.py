@@ -41,6 +41,8 @@ class Adapter(Generic[BatchT]):
         parts = Parts()
         self._root.flatten(batch, parts)
         columns = {name: _like_first(name, c, self.schema[name]) for name, c in parts.joined().items()}
+        if isinstance(self._root, BatchLeaf):  # checked when it was made
+            return JaggedBatch.of_checked(columns, parts.batch_size())
         return JaggedBatch(columns, parts.batch_size())
 
     def restore(self, columns: JaggedBatch) -> BatchT:

@@ -210,7 +210,7 @@ class BatchLeaf(Node):
     @override
     def restore(self, batch: JaggedBatch) -> JaggedBatch:
         columns = {name: batch[below(self._path, name)] for name in self._names}
-        return JaggedBatch(columns, batch.batch_size)
+        return JaggedBatch.of_checked(columns, batch.batch_size)
 
     @override
     def describe(self) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ class JaggedBatch:
         _announce_to_torchrec()
 
     @classmethod
-    def _of_checked(cls, columns: dict[str, Column], batch_size: int) -> JaggedBatch:
+    def of_checked(cls, columns: dict[str, Column], batch_size: int) -> JaggedBatch:
         """Skip the checks, which would read lengths on the host, for columns made from checked ones."""
         batch = cls.__new__(cls)
         batch._columns = columns
@@ -175,7 +175,7 @@ class JaggedBatch:
             if batch.device != batches[0].device:
                 raise ValueError(f"batch {position} is on {batch.device}, batch 0 on {batches[0].device}")
         columns = {name: concat_samples([batch[name] for batch in batches]) for name in schema}
-        return cls._of_checked(columns, sum(map(len, batches)))
+        return cls.of_checked(columns, sum(map(len, batches)))
 
     def split(self, sizes: Sequence[int]) -> list[JaggedBatch]:
         """Cut into runs of `sizes` samples, which share this batch's memory. Synchronises.
@@ -188,7 +188,7 @@ class JaggedBatch:
             raise ValueError(f"sizes must not be negative and add up to {self.batch_size}, got {sizes}")
         pieces = {name: split_samples(column, sizes) for name, column in self._columns.items()}
         return [
-            self._of_checked({name: columns[i] for name, columns in pieces.items()}, size)
+            self.of_checked({name: columns[i] for name, columns in pieces.items()}, size)
             for i, size in enumerate(sizes)
         ]
 
@@ -305,7 +305,7 @@ class JaggedBatch:
         return padded(self[name], padding_value, max_length)
 
     def _map(self, function: Callable[[Column], Column], batch_size: int) -> JaggedBatch:
-        return self._of_checked({name: function(column) for name, column in self._columns.items()}, batch_size)
+        return self.of_checked({name: function(column) for name, column in self._columns.items()}, batch_size)
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> JaggedBatch:
         def move(column: Column) -> Column:
@@ -319,7 +319,7 @@ def _unpickled(columns: list[tuple[Any, ...]], batch_size: int) -> JaggedBatch:
         name: Column(rows.view(dtype).view(shape) if rows.numel() else rows.new_empty(shape, dtype=dtype), levels)
         for name, rows, dtype, shape, levels in columns
     }
-    return JaggedBatch._of_checked(made, batch_size)
+    return JaggedBatch.of_checked(made, batch_size)
 
 
 def _check_alike(columns: Mapping[str, Column], batch_size: int) -> None:

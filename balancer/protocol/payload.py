@@ -1,10 +1,12 @@
 """Packs samples into one message a destination and unpacks what arrives (paper, Algorithm 1, lines 15-17).
 
-A message holds the samples of one (source, destination) pair, column by column. A column is a row of sections: its
-length levels as int64, then its values. Sections start at multiples of 8 bytes; sizes follow from what stages I and II
-told, so nothing describes them on the wire. Samples that stay home are not in any message.
+A message holds the samples of one (source, destination) pair. First their heads, one record of fixed size a sample: its
+outermost length in each jagged column, and its values in each narrow dense column. Then section by section what varies:
+the inner lengths of nested columns, then the values of jagged and of wide dense columns. Heads and sections start at
+multiples of 8 bytes. Sizes follow from what stages I and II told, so nothing describes them on the wire. Samples that
+stay home are not in any message.
 
-    message   | column 0: lengths, values, padding | column 1: counts, lengths, values, padding | … | slack |
+    message   | heads | inner lengths of column a | … | values of column a | values of column b | … | slack |
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
-from .schema import ColumnSchema, Schema
+from .schema import Schema
 
 Int64s = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 _ZEROS = torch.zeros(1 << 16, dtype=torch.uint8)  # what padding is copied from
 
@@ -34,31 +37,20 @@ def _offsets(lengths: Int64s) -> Int64s:
 
 @dataclass(frozen=True)
 class Section:
-    """The bytes of one length level or of the values of one column.
+    """Bytes of a local batch that a sample has more or less of.
 
     Attributes:
-        data: The memory.
+        address: First byte.
         offsets: First byte of each sample, and the end. Shape [batch_size + 1].
-        width: Bytes of a sample where all samples have as many and they are few, else 0. Such samples are gathered
-            row by row first: a range for each of them would cost more than its bytes.
     """
 
-    data: torch.Tensor
+    address: int
     offsets: Int64s
-    width: int
-
-    def rows(self, samples: Int64s) -> torch.Tensor:
-        """The bytes of samples of a section with a width. Shape [len(samples), width], uint8."""
-        rows = self.data.view(-1).view(torch.uint8).view(-1, self.width)
-        return rows.index_select(0, torch.from_numpy(samples))
 
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Address and size of the bytes of samples. Each of shape [len(samples)]."""
         starts = self.offsets[samples]
-        return self.data.data_ptr() + starts, self.offsets[samples + 1] - starts
-
-
-_NARROW_BYTES = 256
+        return self.address + starts, self.offsets[samples + 1] - starts
 
 
 class Sections:
@@ -66,21 +58,30 @@ class Sections:
 
     Attributes:
         batch: The batch.
+        heads: One record a sample. Shape [batch_size, head_bytes], uint8.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
         self.batch = batch
+        layout = schema.layout
+        self.heads: Bytes = np.zeros((batch.batch_size, layout.head_bytes), np.uint8)
+        for column, start, size in layout.heads:
+            if size and batch.batch_size:
+                outer = batch[column.name].levels[0] if column.num_levels else batch[column.name].values
+                self.heads[:, start : start + size] = _rows(outer, size)
+        samples = np.arange(batch.batch_size + 1, dtype=np.int64)
         self._sections: list[Section] = []
-        self._first: dict[str, int] = {}
-        for column_schema in schema.columns:
-            column = batch[column_schema.name]
-            self._first[column_schema.name] = len(self._sections)
-            items = np.arange(batch.batch_size + 1, dtype=np.int64)
-            for depth, level in enumerate(column.levels):
-                self._sections.append(Section(level, items * 8, 0 if depth else 8))
-                items = _offsets(level.numpy())[items]
-            width = column_schema.row_bytes if not column.levels and column_schema.row_bytes <= _NARROW_BYTES else 0
-            self._sections.append(Section(column.values, items * column_schema.row_bytes, width))
+        ends: dict[str, Int64s] = {}  # first value of each sample, and the end
+        for column in layout.nested:
+            counts, lengths = batch[column.name].levels
+            first = _offsets(counts.numpy())
+            self._sections.append(Section(lengths.data_ptr(), first * 8))
+            ends[column.name] = _offsets(lengths.numpy())[first]
+        for column in layout.bodies:
+            values, levels = batch[column.name].values, batch[column.name].levels
+            if column.num_levels == 1:
+                ends[column.name] = _offsets(levels[0].numpy())
+            self._sections.append(Section(values.data_ptr(), ends.get(column.name, samples) * column.row_bytes))
 
     def __iter__(self) -> Iterator[Section]:
         return iter(self._sections)
@@ -88,22 +89,18 @@ class Sections:
     def __len__(self) -> int:
         return len(self._sections)
 
-    def of(self, column: ColumnSchema) -> list[Section]:
-        """The sections of one column."""
-        first = self._first[column.name]
-        return self._sections[first : first + column.num_levels + 1]
-
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        total = sum(
-            (section.offsets for section in self._sections), start=np.zeros(self.batch.batch_size + 1, np.int64)
-        )
-        return np.diff(total)
+        total = np.full(self.batch.batch_size, self.heads.shape[1], np.int64)
+        for section in self._sections:
+            total += np.diff(section.offsets)
+        return total
 
 
-def _num_padded(schema: Schema) -> int:
-    """Sections that may end off a multiple of 8 bytes: values of narrow types."""
-    return sum(column.row_bytes % 8 != 0 for column in schema.columns)
+def _rows(values: torch.Tensor, size: int) -> Bytes:
+    """A tensor's memory as rows of bytes."""
+    rows: Bytes = values.view(-1).view(torch.uint8).view(-1, size).numpy()
+    return rows
 
 
 def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) -> Int64s:
@@ -111,7 +108,7 @@ def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) ->
 
     A sum over samples does not tell how much padding the sections need, so each message has room for the most.
     """
-    padding = 8 * _num_padded(schema)
+    padding = schema.layout.padding_bytes
     return np.where(num_samples > 0, (payload_bytes + padding + 7) // 8 * 8, 0)
 
 
@@ -128,113 +125,81 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
         Shape [sizes.sum()], uint8.
     """
     leaving = np.flatnonzero(owners != rank)
-    leaving = leaving[np.argsort(owners[leaving], kind="stable")]
-    destinations, first, counts = np.unique(owners[leaving], return_index=True, return_counts=True)
     if not len(leaving):
         return torch.empty(0, dtype=torch.uint8)
-    entries = _Entries(sections, leaving, first, counts)
-    slack = sizes[destinations] - entries.finish_sections()
-    assert (slack >= 0).all(), "a message is larger than the protocol agreed"
+    leaving = leaving[np.argsort(owners[leaving], kind="stable")]
+    to = owners[leaving]
+    first = np.flatnonzero(np.concatenate([[True], to[1:] != to[:-1]]))
+    counts = np.diff(first, append=len(to))
+    # A message is copied from one range for its heads, one a sample and one for padding a section, and one for slack.
+    ends = np.cumsum(1 + len(sections) * (counts + 1) + 1)
+    cursor = np.concatenate([[0], ends[:-1]])
+    addresses = np.full(int(ends[-1]), _ZEROS.data_ptr(), np.int64)
+    lengths = np.zeros(int(ends[-1]), np.int64)
+    heads = sections.heads[leaving]
+    addresses[cursor] = heads.ctypes.data + first * heads.shape[1]
+    lengths[cursor] = written = counts * heads.shape[1]
+    cursor += 1
+    place = np.arange(len(to)) - np.repeat(first, counts)  # of a sample in its message
+    for section in sections:
+        slots = np.repeat(cursor, counts) + place
+        addresses[slots], filled = section.ranges(leaving)
+        lengths[slots] = filled
+        total = np.add.reduceat(filled, first)
+        cursor += counts
+        lengths[cursor] = padding = -total % 8
+        cursor += 1
+        written = written + total + padding
+    lengths[cursor] = slack = sizes[to[first]] - written
+    assert slack.min() >= 0, "a message is larger than the protocol agreed"
     assert slack.max() <= len(_ZEROS), "a message has more slack than there are zeros"
-    entries.addresses[entries.end - 1], entries.sizes[entries.end - 1] = _ZEROS.data_ptr(), slack
-    kept = entries.sizes > 0
-    return gather_ranges(entries.addresses[kept], entries.sizes[kept])
-
-
-class _Entries:
-    """The ranges that messages are copied from, in the order of the messages.
-
-    A message has, for each section, one range for all its samples (sections with a width) or one a sample, and one for
-    padding; at its end one for slack.
-    """
-
-    def __init__(self, sections: Sections, leaving: Int64s, first: Int64s, counts: Int64s) -> None:
-        self._sections, self._leaving, self._first, self._counts = sections, leaving, first, counts
-        wide = sum(section.width == 0 for section in sections)
-        lengths = wide * counts + (len(sections) - wide) + len(sections) + 1
-        self.end = np.cumsum(lengths)
-        self._cursor = self.end - lengths
-        self._message = np.repeat(np.arange(len(counts)), counts)
-        self._place = np.arange(len(leaving)) - first[self._message]  # of a sample in its message
-        self.addresses = np.full(int(self.end[-1]), _ZEROS.data_ptr(), np.int64)
-        self.sizes = np.zeros(int(self.end[-1]), np.int64)
-        self._alive: list[torch.Tensor] = []
-
-    def finish_sections(self) -> Int64s:
-        """Fill in all sections with their padding; bytes of each message so far."""
-        written = np.zeros(len(self._counts), np.int64)
-        for section in self._sections:
-            filled = self._add_rows(section) if section.width else self._add_ranges(section)
-            padding = -filled % 8
-            self.sizes[self._cursor] = padding
-            self._cursor += 1
-            written += filled + padding
-        return written
-
-    def _add_rows(self, section: Section) -> Int64s:
-        rows = section.rows(self._leaving)
-        self._alive.append(rows)
-        filled = self._counts * section.width
-        self.addresses[self._cursor] = rows.data_ptr() + self._first * section.width
-        self.sizes[self._cursor] = filled
-        self._cursor += 1
-        return filled
-
-    def _add_ranges(self, section: Section) -> Int64s:
-        addresses, lengths = section.ranges(self._leaving)
-        slots = self._cursor[self._message] + self._place
-        self.addresses[slots], self.sizes[slots] = addresses, lengths
-        self._cursor += self._counts
-        return np.add.reduceat(lengths, self._first)
+    kept = lengths > 0
+    return gather_ranges(addresses[kept], lengths[kept])
 
 
 class Arrivals:
-    """Walks the sections of what arrived, for all sources at once, with the samples that stayed home in their place."""
+    """Reads what arrived from all sources at once, with the samples that stayed home in their place."""
 
-    def __init__(self, received: torch.Tensor, sizes: Int64s, num_samples: Int64s, rank: int) -> None:
+    def __init__(self, received: torch.Tensor, sizes: Int64s, rank: int) -> None:
         ends = np.cumsum(sizes)
         self._received = received
         self._cursor = received.data_ptr() + ends - sizes  # next unread byte from each source
         self._end = received.data_ptr() + ends
-        self._num_samples = num_samples
         self._rank = rank
 
-    def read_column(self, column: ColumnSchema, sections: list[Section], staying: Int64s) -> Column:
-        """Read the sections of one column, with the samples that stayed home from the local ones."""
-        counts = self._num_samples  # entries of the next section from each source
-        levels: list[torch.Tensor] = []
-        for section in sections[:-1]:
-            levels.append(self._read(column.name, counts, 8, section, staying).view(torch.int64))
-            counts = self._sums(column.name, levels[-1].numpy(), counts)
-        values = self._read(column.name, counts, column.row_bytes, sections[-1], staying)
-        return Column(values.view(column.torch_dtype).view(int(counts.sum()), *column.shape), tuple(levels))
+    def read(self, what: str, counts: Int64s, entry_bytes: int, home: tuple[Int64s, Int64s]) -> torch.Tensor:
+        """Take some entries from each source, and the home ranges as the part of this rank.
 
-    def _read(self, name: str, counts: Int64s, entry_bytes: int, section: Section, staying: Int64s) -> torch.Tensor:
-        """Take that many entries from each source, and the home samples as the part of this rank."""
+        Args:
+            what: Named in errors.
+            counts: Entries from each source; what it says of this rank is not used. Shape [world_size].
+            entry_bytes: Size of an entry.
+            home: Addresses and sizes of this rank's own.
+
+        Raises:
+            ProtocolError: A message ends before.
+        """
         counts = counts.copy()
         counts[self._rank] = 0
         too_many = counts > np.maximum(self._end - self._cursor, 0) // max(entry_bytes, 1)
         if entry_bytes and too_many.any():
             source = int(np.flatnonzero(too_many)[0])
-            raise ProtocolError(f"stage III: column {name!r} of rank {source} is longer than the message that holds it")
+            raise ProtocolError(f"stage III: {what} of rank {source} is longer than the message that holds it")
         start, sizes = self._cursor.copy(), counts * entry_bytes
         self._cursor += (sizes + 7) // 8 * 8
-        if section.width:
-            rows = section.rows(staying)
-            home = np.array([rows.data_ptr()]), np.array([rows.numel()])
-        else:
-            home = section.ranges(staying)
         before, after = slice(None, self._rank), slice(self._rank + 1, None)
         addresses = np.concatenate([start[before], home[0], start[after]])
         lengths = np.concatenate([sizes[before], home[1], sizes[after]])
         kept = lengths > 0
         return gather_ranges(addresses[kept], lengths[kept])
 
-    def _sums(self, name: str, lengths: Int64s, counts: Int64s) -> Int64s:
-        """Sum of the lengths from each source: entries of its next section."""
-        if lengths.min(initial=0) < 0 or lengths.sum(dtype=np.float64) > 2.0**62:
-            raise ProtocolError(f"stage III: the lengths of column {name!r} in a message cannot be")
-        return np.diff(_offsets(lengths)[_offsets(counts)])
+
+def _sums(name: str, lengths: torch.Tensor, counts: Int64s) -> Int64s:
+    """Sum of the lengths from each source, of which there are `counts`."""
+    values: Int64s = lengths.numpy()
+    if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > 2.0**62:
+        raise ProtocolError(f"stage III: the lengths of column {name!r} in a message cannot be")
+    return np.diff(_offsets(values)[_offsets(counts)])
 
 
 def unpack(
@@ -259,7 +224,35 @@ def unpack(
 
     Returns:
         A batch that owns its memory.
+
+    Raises:
+        ProtocolError: The lengths in a message cannot be.
     """
-    arrivals = Arrivals(received, sizes, num_samples, rank)
-    columns = {column.name: arrivals.read_column(column, sections.of(column), staying) for column in schema.columns}
-    return JaggedBatch(columns, int(num_samples.sum()))
+    layout, total = schema.layout, int(num_samples.sum())
+    arrivals = Arrivals(received, sizes, rank)
+    own = sections.heads[staying]
+    home = np.array([own.ctypes.data]), np.array([own.nbytes])
+    heads = arrivals.read("the heads", num_samples, layout.head_bytes, home).view(total, layout.head_bytes)
+    levels: dict[str, tuple[torch.Tensor, ...]] = {}
+    values: dict[str, torch.Tensor] = {}
+    counts: dict[str, Int64s] = {}  # entries of each column's next section, from each source
+    for column, start, size in layout.heads:
+        part = heads[:, start : start + size].contiguous().view(-1)
+        if column.num_levels:
+            levels[column.name] = (part.view(torch.int64),)
+            counts[column.name] = _sums(column.name, levels[column.name][0], num_samples)
+        else:
+            values[column.name] = part.view(column.torch_dtype).view(total, *column.shape)
+    remaining = iter(sections)
+    for column in layout.nested:
+        home, name = next(remaining).ranges(staying), column.name
+        inner = arrivals.read(f"column {name!r}", counts[name], 8, home).view(torch.int64)
+        levels[name] = (*levels[name], inner)
+        counts[name] = _sums(name, inner, counts[name])
+    for column in layout.bodies:
+        home, name = next(remaining).ranges(staying), column.name
+        entries = counts.get(name, num_samples)
+        body = arrivals.read(f"column {name!r}", entries, column.row_bytes, home).view(column.torch_dtype)
+        values[name] = body.view(int(entries.sum()), *column.shape)
+    columns = {c.name: Column(values[c.name], levels.get(c.name, ())) for c in schema.columns}
+    return JaggedBatch.of_checked(columns, total)

@@ -20,9 +20,8 @@ from torch import Tensor
 from ...transport import Pending, Transport, TransportError
 from ..batches.batch import JaggedBatch
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
-from ..metrics import imbalance, straggler_percentage
 from ..plan import Partitioner, WorldSamples
-from ..report import Report
+from ..report import Report, Traffic
 from .header import LocalStep, State, WorldStep, encode
 from .history import History
 from .payload import Sections
@@ -115,7 +114,6 @@ class Protocol:
         self.schema: Schema | None = None
         self.type_description: str | None = None
         self.dropped_samples = 0
-        self._digest = 0
         self._selection = selection
         self.partitioner = partitioner
         self._drop_small = drop_small
@@ -172,8 +170,7 @@ class Protocol:
         said.seconds_step, said.seconds = self._measured()
         if local.schema is not None:
             said.batch_size = len(local.samples)
-            same = self.schema is not None and local.schema.columns == self.schema.columns
-            said.schema_digest = self._digest if same else local.schema.digest
+            said.schema_digest = local.schema.digest
         return said
 
     def _hello(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
@@ -203,7 +200,6 @@ class Protocol:
 
     def _learn(self, schema: Schema) -> None:
         self.schema, self.type_description = schema, schema.type_description
-        self._digest = schema.digest
 
     def _gather_schemas(
         self, local: LocalBatch, world: WorldStep, speakers: NDArray[np.bool_]
@@ -247,7 +243,7 @@ class Protocol:
         while True:
             said = self._say(local, self._capacity)
             said.samples = local.samples
-            if said.schema_digest == self._digest:
+            if said.schema_digest == self.schema.digest:
                 said.items = local.items
             work = self.transport.all_gather(encode(said, num_columns, num_gathered))
             yield "gather_lengths"
@@ -262,7 +258,7 @@ class Protocol:
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
-        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self._digest)
+        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self.schema.digest)
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise SchemaMismatch(f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}")
@@ -324,7 +320,11 @@ class Protocol:
         columns = shuffle.finish(received)
         clock.lap("shuffle")
         self._history.add(step, world_samples, shuffle.owners)
-        return Outcome(columns, self._report(step, world, world_samples, shuffle, clock))
+        items = dict(zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True))
+        traffic = Traffic.of(world_samples, shuffle.owners)
+        size, rank = self.transport.world_size, self.transport.rank
+        report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
+        return Outcome(columns, report)
 
     def _world_samples(
         self, samples: Int64s, origin: Int64s, candidate_lengths: Tensor, world: WorldStep
@@ -362,34 +362,3 @@ class Protocol:
                 f"step {self.step}: the partitioner gave another plan on ranks {odd.tolist()} than on the others; "
                 "it must depend on its argument alone"
             )
-
-    def _report(self, step: int, world: WorldStep, samples: WorldSamples, shuffle: Shuffle, clock: Clock) -> Report:
-        assert self.schema is not None
-        size, rank = self.transport.world_size, self.transport.rank
-        lengths, origin, owners = samples.uih_lengths.numpy(), samples.rank.numpy(), shuffle.owners
-        payload = samples.payload_bytes.numpy()
-        before = np.bincount(origin, weights=lengths, minlength=size)
-        after = np.bincount(owners, weights=lengths, minlength=size)
-        moved = payload[origin != owners].sum()
-        batch_sizes = np.bincount(owners, minlength=size)
-        return Report(
-            step=step,
-            rank=rank,
-            world_size=size,
-            batch_size=int(batch_sizes[rank]),
-            global_batch_size=samples.num_samples,
-            batch_sizes=tuple(batch_sizes.tolist()),
-            global_items=dict(zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True)),
-            tokens_before=tuple(before.astype(np.int64).tolist()),
-            tokens_after=tuple(after.astype(np.int64).tolist()),
-            imbalance_before=imbalance(torch.from_numpy(before)),
-            imbalance_after=imbalance(torch.from_numpy(after)),
-            straggler_before=straggler_percentage(torch.from_numpy(before)),
-            straggler_after=straggler_percentage(torch.from_numpy(after)),
-            bytes_sent=int(payload[(origin == rank) & (owners != rank)].sum()),
-            bytes_received=int(payload[(origin != rank) & (owners == rank)].sum()),
-            bytes_total=int(payload.sum()),
-            bytes_moved=int(moved),
-            dropped_samples=self.dropped_samples,
-            seconds=clock.seconds,
-        )

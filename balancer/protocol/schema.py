@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,6 +13,7 @@ from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
 
 MAX_SCHEMA_BYTES = 1 << 24
+_NARROW_BYTES = 256  # a dense value up to this size goes into the head: a range of its own would cost more
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ColumnSchema:
     shape: tuple[int, ...]
     num_levels: int
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The element type as torch knows it."""
         dtype = getattr(torch, self.dtype, None)
@@ -31,7 +33,7 @@ class ColumnSchema:
             raise ProtocolError(f"column {self.name!r} has element type {self.dtype!r}, which this torch does not know")
         return dtype
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one value."""
         size = self.torch_dtype.itemsize
@@ -42,6 +44,25 @@ class ColumnSchema:
     def __str__(self) -> str:
         kind = ("dense", "jagged", "nested jagged")[self.num_levels]
         return f"{kind} {self.dtype}{list(self.shape) or ''}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a message consists of, from the columns alone.
+
+    Attributes:
+        heads: Columns that have a part in the head, with its first byte and its size.
+        head_bytes: Size of a head, a multiple of 8.
+        nested: Columns with inner lengths.
+        bodies: Columns with values outside the head.
+        padding_bytes: The most padding that the sections of a message can need.
+    """
+
+    heads: tuple[tuple[ColumnSchema, int, int], ...]
+    head_bytes: int
+    nested: tuple[ColumnSchema, ...]
+    bodies: tuple[ColumnSchema, ...]
+    padding_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,25 @@ class Schema:
             columns.append(ColumnSchema(name, dtype, tuple(values.shape[1:]), len(batch[name].levels)))
         return cls(tuple(columns), type_description)
 
-    @property
+    @cached_property
+    def layout(self) -> Layout:
+        """How the bytes of samples with these columns lie in a message."""
+        heads: list[tuple[ColumnSchema, int, int]] = []
+        bodies: list[ColumnSchema] = []
+        end = 0
+        for column in self.columns:
+            narrow = not column.num_levels and column.row_bytes <= _NARROW_BYTES
+            if column.num_levels or narrow:
+                size = 8 if column.num_levels else column.row_bytes
+                heads.append((column, end, size))
+                end += (size + 7) // 8 * 8
+            if not narrow:
+                bodies.append(column)
+        nested = tuple(column for column in self.columns if column.num_levels == 2)
+        padding = 8 * sum(column.row_bytes % 8 != 0 for column in bodies)
+        return Layout(tuple(heads), end, nested, tuple(bodies), padding)
+
+    @cached_property
     def digest(self) -> int:
         """A number that differs when columns differ. Fits int64."""
         text = json.dumps([asdict(column) for column in self.columns])

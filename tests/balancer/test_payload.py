@@ -28,6 +28,7 @@ def make_batch(generator: torch.Generator, batch_size: int, dtypes: list[torch.d
         counts = lengths(batch_size)
         inner = lengths(int(counts.sum()))
         columns[f"dense{index}"] = Column(values(batch_size, dtype, 3))
+        columns[f"wide{index}"] = Column(values(batch_size, dtype, 300))
         columns[f"jagged{index}"] = Column(values(int(counts.sum()), dtype), (counts,))
         columns[f"nested{index}"] = Column(values(int(inner.sum()), dtype, 2), (counts.clone(), inner))
     return JaggedBatch(columns, batch_size)
