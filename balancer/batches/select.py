@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.host_copy import gather_ranges
+from ...kernels import dispatch_ranges, gather_ranges
 from .column import Column, as_bytes, offsets_of, row_bytes
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,15 +49,7 @@ def take_ranges(rows: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         copied = gather_ranges(rows.data_ptr() + starts.numpy() * row, sizes.numpy() * row)
         return copied.view(rows.dtype).view(-1, *rows.shape[1:])
-    return _index(rows, range_indices(starts, sizes))
-
-
-def range_indices(starts: Tensor, sizes: Tensor) -> Tensor:
-    """List every row of some ranges, one range after the other. Shape [sizes.sum()], int64. Synchronises."""
-    ends = sizes.cumsum(0)
-    total = int(ends[-1]) if len(ends) else 0
-    index = torch.repeat_interleave(starts - (ends - sizes), sizes, output_size=total)
-    return index + torch.arange(total, device=starts.device)
+    return dispatch_ranges(rows, starts, sizes, int(sizes.sum()))
 
 
 def _take_rows(rows: Tensor, indices: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from freescale.balancer.batches.batch import Column, JaggedBatch
 from freescale.balancer.batches.column import ColumnSpec, as_bytes
-from freescale.balancer.batches.select import range_indices, take_ranges
+from freescale.balancer.batches.select import take_ranges
 
 DTYPES = [
     torch.bool,
@@ -229,15 +229,15 @@ def test_concat_and_split_undo_each_other(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=6), st.sampled_from(DTYPES))
-def test_ranges_are_copied_on_the_host_as_a_device_indexes_them(
-    ranges: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_ranges_of_any_type_are_copied_bit_for_bit(ranges: list[tuple[int, int]], dtype: torch.dtype) -> None:
     starts, sizes = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).unbind(1)
     by_hand = [row for start, size in ranges for row in range(start, start + size)]
-    assert range_indices(starts, sizes).tolist() == by_hand
     rows = random_values(15, dtype, (3,))
     copied = take_ranges(rows, starts, sizes)
     assert as_bytes(copied).tolist() == [as_bytes(rows)[row].tolist() for row in by_hand]
+    if torch.cuda.is_available():
+        copied = take_ranges(rows.cuda(), starts.cuda(), sizes.cuda())
+        assert as_bytes(copied.cpu()).tolist() == [as_bytes(rows)[row].tolist() for row in by_hand]
 
 
 def test_taken_samples_have_memory_of_their_own_and_split_ones_share() -> None:
@@ -340,10 +340,27 @@ def test_importing_the_balancer_does_not_import_torchrec() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_on_a_device_are_taken_and_joined_there() -> None:
-    batch = small_batch()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batches_on_a_device_are_taken_and_joined_there(dtype: torch.dtype) -> None:
+    batch = JaggedBatch(
+        {
+            **small_batch().columns,
+            "ids": Column(random_values(700, dtype), (lengths(0, 699, 1),)),
+            "nested": Column(random_values(9, dtype, (3,)), (lengths(2, 0, 3), lengths(4, 0, 1, 1, 3))),
+        }
+    )
     there = batch.pin_memory().to("cuda", non_blocking=True)
     there.record_stream(torch.cuda.current_stream())
     assert there.device.type == "cuda"
-    assert there.take([2, 0, 0]).to("cpu").equal(batch.take([2, 0, 0]))
+    assert there.take([2, 0, 0, 1]).to("cpu").equal(batch.take([2, 0, 0, 1]))
+    assert there.take([]).to("cpu").equal(batch.take([]))
     assert JaggedBatch.concat(there.split([1, 2])).to("cpu").equal(batch)
+    assert JaggedBatch.concat([there.take([1]), there]).to("cpu").equal(batch.take([1, 0, 1, 2]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_on_a_device_are_taken_by_the_jagged_operators() -> None:
+    batch, indices = small_batch().to("cuda"), torch.tensor([2, 0], device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        batch.take(indices)
+    assert "freescale::dispatch_ranges" in {event.key for event in profile.key_averages()}
