@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -75,10 +76,11 @@ def plan_all_gather(rank: int, world_size: int, block: Tensor, sizes: Splits | N
     """
     _check_rows("block", block)
     rows = len(block)
-    received = np.full(world_size, rows) if sizes is None else _read_splits("sizes", sizes, world_size)
+    sent = np.full(world_size, rows)
+    received = sent if sizes is None else _read_splits("sizes", sizes, world_size)
     if received[rank] != rows:
         raise ValueError(f"sizes[{rank}] must be the rows of this rank's block, {rows}, got {received[rank]}")
-    return _lay_out("all_gather", rank, "block", block, np.full(world_size, rows), received, out)
+    return _lay_out("all_gather", rank, "block", block, sent, received, out)
 
 
 def plan_all_to_all(
@@ -148,9 +150,11 @@ def _lay_out(
     out: Tensor | None,
 ) -> Exchange:
     rows = rows.detach().resolve_conj().resolve_neg().contiguous()
-    shape = (int(received.sum()), *rows.shape[1:])
+    received_at = np.cumsum(received)
+    shape = (int(received_at[-1]), *rows.shape[1:])
+    received_at -= received
     out = torch.empty(shape, dtype=rows.dtype) if out is None else _check_out(out, shape, name, rows)
-    row_bytes = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.element_size()
+    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
     gathers = operation == "all_gather"
     exchange = Exchange(
         operation=operation,
@@ -163,11 +167,12 @@ def _lay_out(
         sent_at=np.zeros_like(sent) if gathers else (np.cumsum(sent) - sent) * row_bytes,
         target=out.view(-1).view(torch.uint8),
         received_bytes=received * row_bytes,
-        received_at=(np.cumsum(received) - received) * row_bytes,
+        received_at=received_at * row_bytes,
         out=out,
         kept_bytes=int(sent[rank]) * row_bytes,
     )
-    exchange.incoming(rank).copy_(exchange.outgoing(rank))
+    if exchange.kept_bytes:
+        exchange.incoming(rank).copy_(exchange.outgoing(rank))
     exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
     return exchange
 

@@ -60,8 +60,9 @@ def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_size
 class MpiWire:
     """Communicators of our own: one for data and, where sizes are compared, one for sizes.
 
-    Everything is an Ialltoallw: it allows uneven pieces that lie anywhere, pieces over 2 GiB by a datatype made for
-    them, and is the same collective on ranks with small and with large pieces. An all-gather sends one block to all.
+    An all-gather whose sizes every rank takes for granted is an Iallgatherv while its result is under 2 GiB, which all
+    ranks know alike. Everything else is an Ialltoallw: it allows uneven pieces that lie anywhere, pieces over 2 GiB by
+    a datatype made for them, pieces left out because two ranks disagree, and is the same collective on all ranks.
     Communicators are never freed: MPI_Comm_free is collective, and closing is not.
     """
 
@@ -75,11 +76,13 @@ class MpiWire:
         self._communicators: dict[Purpose, MPI.Intracomm] = {"data": _duplicate(origin, timeout_s)}
         if check_sizes:
             self._communicators["sizes"] = _duplicate(origin, timeout_s)
+        self._trusts_sizes = not check_sizes
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
         """See `Wire.begin`."""
         del sequence  # the communicator counts for itself
-        return _MpiTicket(exchange, self._communicators[purpose], self._parting)
+        gathers = self._trusts_sizes and exchange.operation == "all_gather" and len(exchange.target) <= _LARGEST_COUNT
+        return _MpiTicket(exchange, self._communicators[purpose], self._parting, gathers)
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
@@ -94,21 +97,31 @@ class MpiWire:
 class _MpiTicket:
     """One non-blocking collective. MPI's own wait spins and has no deadline, so this one tests and naps."""
 
-    def __init__(self, exchange: Exchange, communicator: MPI.Intracomm, parting: Parting) -> None:
+    def __init__(self, exchange: Exchange, communicator: MPI.Intracomm, parting: Parting, gathers: bool) -> None:
         from mpi4py import MPI
 
         self._error_type = MPI.Exception
         self._parting = parting
-        sent, self._datatypes = _message(exchange.source, exchange.sent_bytes, exchange.sent_at)
-        received, datatypes = _message(exchange.target, exchange.received_bytes, exchange.received_at)
-        self._datatypes += datatypes
+        self._datatypes: list[MPI.Datatype] = []
         try:
-            self._request = communicator.Ialltoallw(sent, received)
+            self._request = self._gather(exchange, communicator) if gathers else self._exchange(exchange, communicator)
         except MPI.Exception as error:
             raise _translate(error) from error
         self._done = False
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
+
+    def _exchange(self, exchange: Exchange, communicator: MPI.Intracomm) -> MPI.Request:
+        sent, made = _message(exchange.source, exchange.sent_bytes, exchange.sent_at)
+        received, also_made = _message(exchange.target, exchange.received_bytes, exchange.received_at)
+        self._datatypes = made + also_made
+        return communicator.Ialltoallw(sent, received)
+
+    def _gather(self, exchange: Exchange, communicator: MPI.Intracomm) -> MPI.Request:
+        counts = exchange.received_bytes.copy()
+        counts[exchange.rank] = exchange.kept_bytes
+        received = [exchange.target.numpy(), counts.tolist(), exchange.received_at.tolist(), "B"]
+        return communicator.Iallgatherv([exchange.source.numpy(), exchange.kept_bytes, "B"], received)
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -128,13 +141,15 @@ class _MpiTicket:
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
         nap_s = _SHORTEST_NAP_S
         while not self.poll():
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - started
+            if waited_s >= seconds:
                 return False
+            # Each look takes the interpreter from the trainer. Peers that let us wait for long are busy themselves.
             time.sleep(nap_s)
-            nap_s = min(nap_s * 2, _LONGEST_NAP_S)
+            nap_s = min(nap_s * 2, max(_LONGEST_NAP_S, waited_s / 16))
         return True
 
     def missing(self) -> None:
