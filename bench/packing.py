@@ -178,15 +178,16 @@ def _measure_one(
 def _check(
     message: Tensor, batch: JaggedBatch, owners: NDArray[np.int64], sizes: NDArray[np.int64], joined: Tensor
 ) -> None:
-    """Every message holds, for its samples in order, the lengths and then the values of the first column."""
+    """Every message holds, for its samples in order, the lengths of all columns and then the first column's values."""
     start = np.cumsum(sizes) - sizes
     lengths, position = batch["column0"].levels[0].numpy(), 0
     for owner in np.unique(owners):
         expected = lengths[owners == owner]
         body = message[start[owner] : start[owner] + sizes[owner]].view(torch.int64)
-        assert np.array_equal(body[: len(expected)].numpy(), expected), "lengths were packed wrongly"
-        total = int(expected.sum())
-        assert torch.equal(body[len(expected) : len(expected) + total], joined[position : position + total])
+        heads, total = len(expected) * len(batch.names), int(expected.sum())
+        packed = body[:heads].view(len(expected), -1)
+        assert (packed.numpy() == expected[:, None]).all(), "lengths were packed wrongly"
+        assert torch.equal(body[heads : heads + total], joined[position : position + total]), "values were"
         position += total
 
 
