@@ -13,10 +13,11 @@ program finds the ranges of its rows in one of two ways:
 
 Then there are two ways to copy:
 
-- Row by row, for wide rows and wherever many short ranges meet: each row finds its range, and its words move.
-- Range by range, for narrow rows in few ranges: what a range has in the tile is a run of bytes, which moves in aligned
-  8-byte words whatever the dtype; where source and result are not aligned alike, a word comes from two of the source.
-  Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory.
+- Row by row, for wide rows, wherever many short ranges meet, and for few bytes: each row finds its range, and its words
+  move, all at once.
+- Range by range, for many narrow rows in few ranges: what a range has in the tile is a run of bytes, which moves in
+  aligned 8-byte words whatever the dtype; where source and result are not aligned alike, a word comes from two of the
+  source. Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory.
 
 Row numbers and addresses are int64 throughout.
 """
@@ -41,12 +42,14 @@ from .ranges import Ranges, row_of
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 TILE_BYTES = 8192  # that one program copies, about
 SMALL_BYTES = 2**20  # up to which it copies half of that, to keep all processors busy
-CHUNK_ROWS = 512  # rows that are copied one by one at a time
+CHUNK_ROWS = 1024  # rows that are copied one by one at a time
 MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
+LATENT_BYTES = 2**25  # up to which waiting counts more than instructions: rows of whole words are copied one by one
 WALKED = 16  # ranges that are walked instead of searched
+WINDOW = 32  # ranges whose numbers a walk holds in registers
 WAYS = 128  # probes of one search step
-SCANNED_SIZES = (128, 512)  # lengths that every program may scan itself; more than the first only
+SCANNED_SIZES = (128, 256, 512)  # lengths that every program may scan itself; more than the first only
 MAX_TILES_SCANNING = 2048  # if there are at most so many programs
 
 
@@ -104,36 +107,44 @@ def scan_all(
 
 
 @triton.jit
-def offset_at(offsets, r, SCANNED: tl.constexpr):
-    """Return the first packed row of range r."""
+def window_at(
+    offsets, starts, rows, first, n, num_keys, num_samples,
+    ORDER: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return the ends in packed rows, and the places, of WINDOW ranges from `first` on, which all warps then hold."""
+    r = first + tl.arange(0, WINDOW)
     if SCANNED > 0:
-        offset = tl.sum(tl.where(tl.arange(0, SCANNED) == r, offsets, 0))
+        start = tl.gather(starts, tl.minimum(r, SCANNED - 1).to(tl.int32), 0)
+        end = tl.gather(offsets, tl.minimum(r + 1, SCANNED - 1).to(tl.int32), 0)
     else:
-        offset = tl.load(offsets + r)
-    return offset
+        inside = r < n
+        end = tl.load(offsets + 1 + r, mask=inside, other=0)
+        row = row_of(tl.where(inside, r, 0), rows, num_keys, num_samples, ORDER)
+        start = tl.load(starts + row, mask=inside, other=0).to(tl.int64)
+    return end, start
 
 
 @triton.jit
-def start_at(starts, rows, r, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr):
-    """Return the first placed row of range r."""
-    if SCANNED > 0:
-        start = tl.sum(tl.where(tl.arange(0, SCANNED) == r, starts, 0))
-    else:
-        start = tl.load(starts + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
-    return start
+def pick(vector, i):
+    """Return element i of a vector."""
+    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0))
 
 
 @triton.jit
 def shifts_by_walk(
-    position, offsets, starts, rows, low, high, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr
-):
-    """Return how far from each packed row its place is, range by range from `low` to `high`."""
+    position, begin, offsets, starts, rows, low, high, n, num_keys, num_samples,
+    ORDER: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return how far from each packed row its place is, range by range from `low`, which begins at `begin`."""
     shift = tl.zeros_like(position)
-    r = low
+    r, base = low, low
+    ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
     while r <= high:
-        begin = offset_at(offsets, r, SCANNED)
-        start = start_at(starts, rows, r, num_keys, num_samples, ORDER, SCANNED)
-        shift = tl.where(position >= begin, start - begin, shift)
+        if r == base + WINDOW:
+            base = r
+            ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
+        shift = tl.where(position >= begin, pick(places, r - base) - begin, shift)
+        begin = pick(ends, r - base)
         r += 1
     return shift
 
@@ -226,18 +237,19 @@ def copy_run(source, target, size, lower, upper, WORD: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def copy_parts(
-    packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, num_packed, num_placed,
-    ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr,
-    SCANNED: tl.constexpr,
+    packed, placed, begin, offsets, starts, rows, low, high, first, end, n, num_keys, num_samples, num_packed,
+    num_placed, ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
+    LANES: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Copy what ranges `low` to `high` have between packed rows `first` and `end`, one range at a time."""
-    r = low
-    begin = offset_at(offsets, low, SCANNED)
+    r, base = low, low
+    ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
     while r <= high:
-        behind = offset_at(offsets, r + 1, SCANNED)
-        if SCANNED > 0:
-            behind = tl.where(r + 1 == SCANNED, end, behind)
-        start = start_at(starts, rows, r, num_keys, num_samples, ORDER, SCANNED)
+        if r == base + WINDOW:
+            base = r
+            ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
+        behind = tl.where(r < high, pick(ends, r - base), end)
+        start = pick(places, r - base)
         near = tl.maximum(begin, first)
         count = tl.minimum(behind, end) - near
         far = start + near - begin
@@ -265,7 +277,7 @@ def copy_kernel(
     n: tl.int64, own: tl.int64, total: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
     ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, WALKED: tl.constexpr, WAYS: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, WALKED: tl.constexpr, WINDOW: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Copy TILE_ROWS packed rows of every tensor; `packed` and `placed` are tuples of word pointers."""
     first = tl.program_id(0).to(tl.int64) * TILE_ROWS
@@ -284,22 +296,27 @@ def copy_kernel(
             high = tl.sum(((bound >= 0) & (bound < end)).to(tl.int64))
         else:
             low, high = search_pair(offsets, n, first, end - 1, WAYS)
+        if SCANNED > 0:
+            begin = pick(offsets, low)
+        else:
+            begin = tl.load(offsets + low)
         if PARTS and high - low <= WALKED:
             copy_parts(
-                packed, placed, offsets, starts, rows, low, high, first, end, num_keys, num_samples, total, num_placed,
-                ORDER, GATHER, WORDS, UNITS, LANES, SCANNED,
+                packed, placed, begin, offsets, starts, rows, low, high, first, end, n, num_keys, num_samples, total,
+                num_placed, ORDER, GATHER, WORDS, UNITS, LANES, SCANNED, WINDOW,
             )  # fmt: skip
         else:
             while first < end:
                 position = first + tl.arange(0, NUM_ROWS)
                 if SCANNED > 0 or high - low <= WALKED:
                     shift = shifts_by_walk(
-                        position, offsets, starts, rows, low, high, num_keys, num_samples, ORDER, SCANNED
-                    )
+                        position, begin, offsets, starts, rows, low, high, n, num_keys, num_samples,
+                        ORDER, SCANNED, WINDOW,
+                    )  # fmt: skip
                 else:
                     found = search_rows(offsets, tl.minimum(position, end - 1), low, high)
-                    start = start_at(starts, rows, found, num_keys, num_samples, ORDER, SCANNED)
-                    shift = start - offset_at(offsets, found, SCANNED)
+                    start = tl.load(starts + row_of(found, rows, num_keys, num_samples, ORDER)).to(tl.int64)
+                    shift = start - tl.load(offsets + found)
                 copy_rows(packed, placed, position, shift, end, num_placed, GATHER, UNITS, COLUMNS, BLOCKS)
                 first += NUM_ROWS
 
@@ -326,7 +343,8 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     addresses = [(near.data_ptr(), far.data_ptr()) for near, far in zip(packed, placed, strict=True)]
     words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
     tile_bytes = TILE_BYTES if total * sum(sizes) > SMALL_BYTES else TILE_BYTES // 2
-    tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes)
+    latent = total * sum(sizes) <= LATENT_BYTES and min(words) >= 4
+    tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent)
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
     if not scanned and ranges.offsets is None:
         ranges.scan()
@@ -356,17 +374,20 @@ def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
 
 
 @cache
-def _tiling(sizes: tuple[int, ...], words: tuple[int, ...], tile_bytes: int) -> tuple[int, int, tuple[Any, ...]]:
+def _tiling(
+    sizes: tuple[int, ...], words: tuple[int, ...], tile_bytes: int, latent: bool
+) -> tuple[int, int, tuple[Any, ...]]:
     """Rows a tile, blocks of columns, and the kernel's constants for rows of `sizes` bytes in `words` of bytes."""
     units = tuple(size // word for size, word in zip(sizes, words, strict=True))
     columns = tuple(min(power_of_2(unit), MAX_COLUMNS) for unit in units)
     blocks = -(-max(units) // MAX_COLUMNS)
     row_size = sum(width * word for width, word in zip(columns, words, strict=True))
-    parts = blocks == 1 and (max(sizes) <= NARROW_BYTES or min(words) < 8)
+    narrow = max(sizes) <= NARROW_BYTES
+    parts = blocks == 1 and not (latent and narrow) and (narrow or min(words) < 8)
     tile_rows = max(1, power_of_2(tile_bytes // row_size + 1) // 2)
     lanes = tuple(power_of_2(-(-tile_rows * size // 8)) for size in sizes)
     chunk_rows = min(tile_rows, CHUNK_ROWS)
-    return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WAYS)
+    return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WINDOW, WAYS)
 
 
 def row_bytes(tensor: Tensor) -> int:

@@ -118,8 +118,14 @@ def test_many_ranges_are_found(launched: Any, count: int) -> None:
     assert_same(moved, reference.permute_jagged(values, lengths, few)[0])
 
 
-@pytest.mark.parametrize(("count", "mean"), [(1, 5000), (3, 3000), (130, 90), (500, 40)])
-def test_few_ranges_are_scanned_inside_the_copy(launched: Any, count: int, mean: int) -> None:
+@pytest.mark.parametrize(("count", "mean"), [(1, 5000), (3, 3000), (130, 90), (340, 40)])
+@pytest.mark.parametrize("latent", [0, 2**40], ids=["by range", "by row"])
+def test_few_ranges_are_scanned_inside_the_copy(
+    launched: Any, count: int, mean: int, latent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from freescale.kernels import copy_ranges
+
+    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", latent)
     lengths = torch.randint(0, 2 * mean, (count,), generator=torch.Generator().manual_seed(count))
     order = torch.cat([shuffled(count), shuffled(count)[: count // 2]])
     tensors = [rows_of(int(lengths.sum()), (), dtype) for dtype in (torch.int32, torch.uint8)]
@@ -127,6 +133,35 @@ def test_few_ranges_are_scanned_inside_the_copy(launched: Any, count: int, mean:
     for tensor, result in zip(tensors, moved, strict=True):
         assert_same(result, reference.permute_jagged(tensor, lengths, order)[0])
     assert_same(moved_lengths, lengths[order])
+
+
+def test_many_short_ranges_beside_a_giant_one_are_walked(launched: Any) -> None:
+    lengths = torch.cat([torch.arange(120) % 4, torch.tensor([9000])])
+    order = torch.cat([shuffled(120), torch.tensor([120])])
+    tensors = [rows_of(int(lengths.sum()), (), dtype) for dtype in (torch.int64, torch.int32)]
+    moved, _ = launched.run("permute_jagged", tensors, lengths, order, len(tensors[0]))
+    for tensor, result in zip(tensors, moved, strict=True):
+        assert_same(result, reference.permute_jagged(tensor, lengths, order)[0])
+
+
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16], ids=str)
+def test_many_bytes_move_range_by_range(
+    launched: Any, dtype: torch.dtype, offsets: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever runs begin and end between whole words, also beside the buffer's ends."""
+    from freescale.kernels import copy_ranges
+
+    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", 0)
+    lengths = torch.tensor([1, 2, 0, 3, 700, 1, 5, 8])
+    order = torch.tensor([3, 7, 0, 4, 5, 1, 6, 2])
+    whole = rows_of(offsets[0] + 720, (), dtype)
+    values = (whole.cuda() if launched.device == "cuda" else whole)[offsets[0] :]
+    (moved,), _ = launched.run("permute_jagged", [values], lengths, order, 720)
+    assert_same(moved, reference.permute_jagged(whole[offsets[0] :], lengths, order)[0])
+    starts = starts_of(lengths)[order] + offsets[1]
+    (back,) = launched.run("combine_ranges", [moved], starts, lengths[order], 720 + offsets[1])
+    assert_same(back[offsets[1] :], whole[offsets[0] :])
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (5, 3), (4, 0), (0, 4), (1, 60), (60, 1)], ids=str)
