@@ -23,7 +23,7 @@ Row numbers and addresses are int64 throughout.
 """
 
 # Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
-# ruff: noqa: N803, SIM108
+# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .copy_run import copy_run
 from .launch import Words, launch
 from .ranges import Ranges, row_of
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 TILE_BYTES = 8192  # that one program copies, about
-SMALL_BYTES = 2**20  # up to which it copies half of that, to keep all processors busy
-CHUNK_ROWS = 1024  # rows that are copied one by one at a time
+SMALL_BYTES = 3 * 2**19  # up to which it copies half of that, to keep all processors busy
+CHUNK_ROWS = 512  # rows that are copied one by one at a time; more would take registers from all other ways
 MAX_COLUMNS = 512  # words of a row that one program copies
 NARROW_BYTES = 64  # rows up to this size are copied range by range
-LATENT_BYTES = 2**25  # up to which waiting counts more than instructions: rows of whole words are copied one by one
+# Up to so many bytes, of 4-byte and of 8-byte words, waiting counts more than instructions: copied row by row.
+LATENT_BYTES = {4: 6 * 2**20, 8: 2**25}
+LATENT_ROWS = 1024  # of a tile then, all at a time
 WALKED = 16  # ranges that are walked instead of searched
 WINDOW = 32  # ranges whose numbers a walk holds in registers
 WAYS = 128  # probes of one search step
@@ -91,7 +94,7 @@ def search_rows(offsets, position, low, high):
 def scan_all(
     lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr
 ):
-    """Return all ranges' first packed rows, places, and total; the first program also writes the gathered lengths."""
+    """Return all ranges' ends in packed rows and their places; the first program also writes the gathered lengths."""
     lane = tl.arange(0, SCANNED)
     inside = lane < n
     row = row_of(tl.where(inside, lane, 0), rows, num_keys, num_samples, ORDER)
@@ -102,26 +105,7 @@ def scan_all(
         tl.store(gathered + lane, length, mask=inside & (tl.program_id(0) + tl.program_id(1) == 0))
         as_they_lie = tl.load(lengths + lane, mask=lane < own, other=0).to(tl.int64)
         start = tl.gather(tl.cumsum(as_they_lie) - as_they_lie, row.to(tl.int32), 0)
-    length = length.to(tl.int64)
-    return tl.cumsum(length) - length, start, tl.sum(length)
-
-
-@triton.jit
-def window_at(
-    offsets, starts, rows, first, n, num_keys, num_samples,
-    ORDER: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Return the ends in packed rows, and the places, of WINDOW ranges from `first` on, which all warps then hold."""
-    r = first + tl.arange(0, WINDOW)
-    if SCANNED > 0:
-        start = tl.gather(starts, tl.minimum(r, SCANNED - 1).to(tl.int32), 0)
-        end = tl.gather(offsets, tl.minimum(r + 1, SCANNED - 1).to(tl.int32), 0)
-    else:
-        inside = r < n
-        end = tl.load(offsets + 1 + r, mask=inside, other=0)
-        row = row_of(tl.where(inside, r, 0), rows, num_keys, num_samples, ORDER)
-        start = tl.load(starts + row, mask=inside, other=0).to(tl.int64)
-    return end, start
+    return tl.cumsum(length.to(tl.int64)), start
 
 
 @triton.jit
@@ -131,20 +115,29 @@ def pick(vector, i):
 
 
 @triton.jit
+def range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr):
+    """Return where range r ends in packed rows, and its place: from vectors that begin at range `base`, or memory."""
+    if SCANNED > 0:
+        end = pick(ends, r - base)
+        place = pick(places, r - base)
+    else:
+        end = tl.load(ends + r + 1)
+        place = tl.load(places + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
+    return end, place
+
+
+@triton.jit
 def shifts_by_walk(
-    position, begin, offsets, starts, rows, low, high, n, num_keys, num_samples,
-    ORDER: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
+    position, begin, ends, places, rows, base, low, high, num_keys, num_samples,
+    ORDER: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     """Return how far from each packed row its place is, range by range from `low`, which begins at `begin`."""
     shift = tl.zeros_like(position)
-    r, base = low, low
-    ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
+    r = low
     while r <= high:
-        if r == base + WINDOW:
-            base = r
-            ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
-        shift = tl.where(position >= begin, pick(places, r - base) - begin, shift)
-        begin = pick(ends, r - base)
+        behind, place = range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER, SCANNED)
+        shift = tl.where(position >= begin, place - begin, shift)
+        begin = behind
         r += 1
     return shift
 
@@ -171,85 +164,15 @@ def copy_rows(
 
 
 @triton.jit
-def copy_words(source, target, size, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of 8."""
-    lane = tl.arange(0, LANES)
-    mask = lane < size // 8
-    word = tl.load(source.to(tl.pointer_type(tl.int64)) + lane, mask=mask)
-    tl.store(target.to(tl.pointer_type(tl.int64)) + lane, word, mask=mask)
-
-
-@triton.jit
-def copy_halves(source, target, size, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of 4."""
-    head = tl.minimum((-target) & 7, size)
-    words = (size - head) // 8
-    edge = tl.arange(0, 2)  # a half before the aligned words, a half behind
-    at = tl.where(edge == 0, 0, (head + words * 8) // 4)
-    mask = tl.where(edge == 0, head > 0, head + words * 8 < size)
-    half = tl.load(source.to(tl.pointer_type(tl.int32)) + at, mask=mask)
-    tl.store(target.to(tl.pointer_type(tl.int32)) + at, half, mask=mask)
-    lane = tl.arange(0, LANES)
-    mask = lane < words
-    halves = (source + head).to(tl.pointer_type(tl.uint32)) + lane * 2
-    low = tl.load(halves, mask=mask, other=0).to(tl.uint64)
-    high = tl.load(halves + 1, mask=mask, other=0).to(tl.uint64)
-    tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, low | (high << 32), mask=mask)
-
-
-@triton.jit
-def copy_bytes(source, target, size, lower, upper, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between any two addresses. Reads nothing outside of `lower` to `upper`."""
-    head = tl.minimum((-target) & 7, size)
-    words = (size - head) // 8
-    near = (source + head) & -8
-    early = ((near < lower) & (words > 0)).to(tl.int64)  # the first source word begins before the buffer
-    head += early * 8
-    words -= early
-    near += early * 8
-    shift = ((source + head - near) * 8).to(tl.uint64)
-    late = (shift > 0) & (near + words * 8 + 8 > upper) & (words > 0)  # the last one ends behind it
-    words -= late.to(tl.int64)
-    edge = tl.arange(0, 32)  # fewer than 16 bytes before the words, fewer than 16 behind
-    at = tl.where(edge < 16, edge, edge - 16 + head + words * 8)
-    mask = tl.where(edge < 16, edge < head, at < size)
-    byte = tl.load(source.to(tl.pointer_type(tl.int8)) + at, mask=mask)
-    tl.store(target.to(tl.pointer_type(tl.int8)) + at, byte, mask=mask)
-    lane = tl.arange(0, LANES)
-    mask = lane < words
-    word = tl.load(near.to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
-    if shift > 0:
-        following = tl.load((near + 8).to(tl.pointer_type(tl.uint64)) + lane, mask=mask, other=0)
-        word = (word >> shift) | (following << (64 - shift))
-    tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, word, mask=mask)
-
-
-@triton.jit
-def copy_run(source, target, size, lower, upper, WORD: tl.constexpr, LANES: tl.constexpr):
-    """Copy at most LANES * 8 bytes between two addresses; all three are multiples of WORD."""
-    if WORD == 8:
-        copy_words(source, target, size, LANES)
-    elif WORD == 4:
-        copy_halves(source, target, size, LANES)
-    else:
-        copy_bytes(source, target, size, lower, upper, LANES)
-
-
-@triton.jit
 def copy_parts(
-    packed, placed, begin, offsets, starts, rows, low, high, first, end, n, num_keys, num_samples, num_packed,
+    packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
     num_placed, ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
-    LANES: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr,
+    LANES: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     """Copy what ranges `low` to `high` have between packed rows `first` and `end`, one range at a time."""
-    r, base = low, low
-    ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
+    r = low
     while r <= high:
-        if r == base + WINDOW:
-            base = r
-            ends, places = window_at(offsets, starts, rows, base, n, num_keys, num_samples, ORDER, SCANNED, WINDOW)
-        behind = tl.where(r < high, pick(ends, r - base), end)
-        start = pick(places, r - base)
+        behind, start = range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER, SCANNED)
         near = tl.maximum(begin, first)
         count = tl.minimum(behind, end) - near
         far = start + near - begin
@@ -268,6 +191,34 @@ def copy_parts(
         r += 1
 
 
+@triton.jit
+def copy_tile(
+    packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
+    num_placed, ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, WORDS: tl.constexpr,
+    UNITS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, NUM_ROWS: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr, WALKED: tl.constexpr,
+):  # fmt: skip
+    """Copy packed rows `first` to `end`, which ranges `low` to `high` hold, in the better one of the two ways."""
+    if PARTS and high - low <= WALKED:
+        copy_parts(
+            packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
+            num_placed, ORDER, GATHER, WORDS, UNITS, LANES, SCANNED,
+        )  # fmt: skip
+    else:
+        while first < end:
+            position = first + tl.arange(0, NUM_ROWS)
+            if SCANNED > 0 or high - low <= WALKED:
+                shift = shifts_by_walk(
+                    position, begin, ends, places, rows, base, low, high, num_keys, num_samples, ORDER, SCANNED
+                )
+            else:
+                found = search_rows(ends, tl.minimum(position, end - 1), low, high)
+                place = tl.load(places + row_of(found, rows, num_keys, num_samples, ORDER)).to(tl.int64)
+                shift = place - tl.load(ends + found)
+            copy_rows(packed, placed, position, shift, end, num_placed, GATHER, UNITS, COLUMNS, BLOCKS)
+            first += NUM_ROWS
+
+
 @triton.jit(
     do_not_specialize=["n", "own", "total", "num_keys", "num_samples", "num_placed"],
     do_not_specialize_on_alignment=["offsets", "lengths", "starts", "rows", "gathered"],
@@ -281,44 +232,38 @@ def copy_kernel(
 ):  # fmt: skip
     """Copy TILE_ROWS packed rows of every tensor; `packed` and `placed` are tuples of word pointers."""
     first = tl.program_id(0).to(tl.int64) * TILE_ROWS
+    end = tl.minimum(first + TILE_ROWS, total)
     if SCANNED > 0:
-        offsets, starts, found = scan_all(
-            lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER, SCANNED
-        )
-        end = tl.minimum(found, total)
-    else:
-        end = tl.minimum(tl.load(offsets + n), total)
-    end = tl.minimum(end, first + TILE_ROWS)
-    if first < end:
-        if SCANNED > 0:
-            bound = tl.where(tl.arange(0, SCANNED) > 0, offsets, -1)
-            low = tl.sum(((bound >= 0) & (bound <= first)).to(tl.int64))
-            high = tl.sum(((bound >= 0) & (bound < end)).to(tl.int64))
-        else:
-            low, high = search_pair(offsets, n, first, end - 1, WAYS)
-        if SCANNED > 0:
-            begin = pick(offsets, low)
-        else:
-            begin = tl.load(offsets + low)
-        if PARTS and high - low <= WALKED:
-            copy_parts(
-                packed, placed, begin, offsets, starts, rows, low, high, first, end, n, num_keys, num_samples, total,
-                num_placed, ORDER, GATHER, WORDS, UNITS, LANES, SCANNED, WINDOW,
+        ends, places = scan_all(lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER, SCANNED)
+        end = tl.minimum(tl.max(ends), end)
+        low = tl.sum((ends <= first).to(tl.int64))
+        high = tl.sum((ends < end).to(tl.int64))
+        begin = tl.max(tl.where(ends <= first, ends, 0))
+        near = tl.minimum(low + tl.arange(0, WINDOW), SCANNED - 1).to(tl.int32)
+        near_ends = tl.gather(ends, near, 0)  # which every warp holds: a walk need not wait for other warps
+        near_places = tl.gather(places, near, 0)
+        if (first < end) & (high - low < WINDOW):
+            copy_tile(
+                packed, placed, begin, near_ends, near_places, rows, low, low, high, first, end, num_keys, num_samples,
+                total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, PARTS, LANES,
+                WALKED,
             )  # fmt: skip
-        else:
-            while first < end:
-                position = first + tl.arange(0, NUM_ROWS)
-                if SCANNED > 0 or high - low <= WALKED:
-                    shift = shifts_by_walk(
-                        position, begin, offsets, starts, rows, low, high, n, num_keys, num_samples,
-                        ORDER, SCANNED, WINDOW,
-                    )  # fmt: skip
-                else:
-                    found = search_rows(offsets, tl.minimum(position, end - 1), low, high)
-                    start = tl.load(starts + row_of(found, rows, num_keys, num_samples, ORDER)).to(tl.int64)
-                    shift = start - tl.load(offsets + found)
-                copy_rows(packed, placed, position, shift, end, num_placed, GATHER, UNITS, COLUMNS, BLOCKS)
-                first += NUM_ROWS
+        elif first < end:
+            copy_tile(
+                packed, placed, begin, ends, places, rows, 0, low, high, first, end, num_keys, num_samples,
+                total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, False, LANES,
+                WALKED,
+            )  # fmt: skip
+    else:
+        end = tl.minimum(tl.load(offsets + n), end)
+        if first < end:
+            low, high = search_pair(offsets, n, first, end - 1, WAYS)
+            begin = tl.load(offsets + low)
+            copy_tile(
+                packed, placed, begin, offsets, starts, rows, 0, low, high, first, end, num_keys, num_samples,
+                total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, PARTS, LANES,
+                WALKED,
+            )  # fmt: skip
 
 
 def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, total: int, *, gather: bool) -> None:
@@ -343,7 +288,7 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     addresses = [(near.data_ptr(), far.data_ptr()) for near, far in zip(packed, placed, strict=True)]
     words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
     tile_bytes = TILE_BYTES if total * sum(sizes) > SMALL_BYTES else TILE_BYTES // 2
-    latent = total * sum(sizes) <= LATENT_BYTES and min(words) >= 4
+    latent = total * sum(sizes) <= LATENT_BYTES.get(min(words), 0) and max(sizes) <= NARROW_BYTES
     tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent)
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
     if not scanned and ranges.offsets is None:
@@ -382,11 +327,12 @@ def _tiling(
     columns = tuple(min(power_of_2(unit), MAX_COLUMNS) for unit in units)
     blocks = -(-max(units) // MAX_COLUMNS)
     row_size = sum(width * word for width, word in zip(columns, words, strict=True))
-    narrow = max(sizes) <= NARROW_BYTES
-    parts = blocks == 1 and not (latent and narrow) and (narrow or min(words) < 8)
+    parts = blocks == 1 and not latent and (max(sizes) <= NARROW_BYTES or min(words) < 8)
     tile_rows = max(1, power_of_2(tile_bytes // row_size + 1) // 2)
+    if latent:
+        tile_rows = min(tile_rows, LATENT_ROWS)
     lanes = tuple(power_of_2(-(-tile_rows * size // 8)) for size in sizes)
-    chunk_rows = min(tile_rows, CHUNK_ROWS)
+    chunk_rows = tile_rows if latent else min(tile_rows, CHUNK_ROWS)
     return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WINDOW, WAYS)
 
 

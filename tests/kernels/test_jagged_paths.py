@@ -125,7 +125,7 @@ def test_few_ranges_are_scanned_inside_the_copy(
 ) -> None:
     from freescale.kernels import copy_ranges
 
-    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", latent)
+    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", {4: latent, 8: latent})
     lengths = torch.randint(0, 2 * mean, (count,), generator=torch.Generator().manual_seed(count))
     order = torch.cat([shuffled(count), shuffled(count)[: count // 2]])
     tensors = [rows_of(int(lengths.sum()), (), dtype) for dtype in (torch.int32, torch.uint8)]
@@ -152,7 +152,7 @@ def test_many_bytes_move_range_by_range(
     """Wherever runs begin and end between whole words, also beside the buffer's ends."""
     from freescale.kernels import copy_ranges
 
-    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", 0)
+    monkeypatch.setattr(copy_ranges, "LATENT_BYTES", {})
     lengths = torch.tensor([1, 2, 0, 3, 700, 1, 5, 8])
     order = torch.tensor([3, 7, 0, 4, 5, 1, 6, 2])
     whole = rows_of(offsets[0] + 720, (), dtype)

@@ -58,9 +58,9 @@ def main() -> None:
         device_jagged.combine_ranges(narrow, starts, lengths.int(), total)
         device_jagged.dispatch_ranges([torch.zeros(total, 128)], starts, lengths, total)
         device_jagged.transpose_keyed([torch.zeros(total, 3), torch.zeros(total, 700)], lengths.view(4, -1))
-        vars(copy_ranges)["LATENT_BYTES"] = 0
+        latent, copy_ranges.LATENT_BYTES = copy_ranges.LATENT_BYTES, {}
         device_jagged.dispatch_ranges(narrow, starts, lengths, total)  # as many more would
-        vars(copy_ranges)["LATENT_BYTES"] = 2**25
+        copy_ranges.LATENT_BYTES = latent
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         device_jagged.sum_ranges([torch.zeros(total, 5, dtype=dtype)], starts, lengths, total)
     print(sorted(compiled.items()))
