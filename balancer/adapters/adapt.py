@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..batches.batch import JaggedBatch
 from ..batches.column import Column, ColumnSpec, empty_column
-from .keyed import JaggedTensorLeaf, KeyedLeaf, torchrec_type
+from .attributes import torchrec_type
+from .keyed import JaggedTensorLeaf, KeyedLeaf
 from .leaves import BatchLeaf, DenseLeaf, Form, LengthsLeaf, NestedLeaf, ValuesLeaf
 from .structure import DictNode, Node, NoneNode, Parts, SequenceNode, below, container_of, field
 

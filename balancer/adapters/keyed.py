@@ -5,7 +5,6 @@ Nothing here imports TorchRec before a batch holds one of its types.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,17 +13,9 @@ from typing_extensions import override
 from ..batches.batch import JaggedBatch
 from ..batches.column import Column
 from ..batches.convert import WEIGHTS, jagged_columns, jagged_tensor, keyed_columns, keyed_tensor
+from .attributes import torchrec_type
 from .leaves import BARE
 from .structure import Node, Parts, below, field
-
-
-def torchrec_type(value: Any) -> str | None:
-    """Name TorchRec's type of the value; None when it is none of them, or TorchRec is not imported."""
-    module = sys.modules.get("torchrec.sparse.jagged_tensor")
-    for name in ("KeyedJaggedTensor", "JaggedTensor"):
-        if module is not None and isinstance(value, getattr(module, name)):
-            return name
-    return None
 
 
 def _check(value: Any, expected: str, path: str) -> None:

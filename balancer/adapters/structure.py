@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ..batches.batch import JaggedBatch
 from ..batches.column import Column
+from .attributes import PLAIN, attributes_of, holds_samples
 
 Build = Callable[[Any, str], "Node"]
 
@@ -177,17 +178,54 @@ class DictNode(_Container):
 
 
 class OtherDictNode(_Container):
-    """A class of its own that is a dict; its other attributes are those of the first batch."""
+    """A class of its own that is a dict. Attributes that are items follow them; others are alike in all batches."""
 
     def __init__(self, path: str, example: Any, children: Sequence[tuple[Any, Node]]) -> None:
         super().__init__(path, type(example), children)
+        self._is_own_dict = getattr(example, "__dict__", None) is example
+        self._constants = self._checked_attributes(example)
         self._template = copy.copy(example)
         self._template.clear()
+        self._mirrors = [name for name in attributes_of(example) if name not in self._constants]
+        self._link(self._template, dict.fromkeys(self._mirrors))  # the first batch's samples are not kept alive
+
+    def _checked_attributes(self, value: Any) -> dict[str, Any]:
+        """The attributes that are not items."""
+        constants: dict[str, Any] = {}
+        for name, attribute in attributes_of(value).items():
+            if name in value and value[name] is attribute:
+                continue
+            if holds_samples(attribute):
+                raise ValueError(
+                    f"{field(self._path)} has the attribute {name!r} beside its items, which holds a tensor or an "
+                    f"array that would not follow the samples: make it an item, or leave it out of the batch"
+                )
+            constants[name] = attribute
+        return constants
+
+    def _link(self, value: Any, mirrored: dict[str, Any]) -> None:
+        if self._is_own_dict:
+            value.__dict__ = value
+        for name, attribute in mirrored.items():
+            object.__setattr__(value, name, attribute)  # not the class's own, which may write an item
+
+    @override
+    def flatten(self, value: Any, parts: Parts) -> None:
+        super().flatten(value, parts)
+        for name, now in self._checked_attributes(value).items():
+            first = self._constants.get(name)
+            if isinstance(now, PLAIN) and isinstance(first, PLAIN) and now != first:
+                raise ValueError(
+                    f"{field(self._path)} has the attribute {name!r} of {now!r}, in the first batch it was {first!r}: "
+                    f"samples of both are mixed, so it has to be one for all, or left out of the batch"
+                )
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:
         value = copy.copy(self._template)
-        for key, child in self._restored(batch).items():
+        fields = self._restored(batch)
+        self._link(value, {name: fields[name] for name in self._mirrors})
+        for key, child in fields.items():
             value[key] = child
         return value
 

@@ -179,6 +179,81 @@ def test_classes_derived_from_dict_keep_their_attributes_but_not_the_first_batch
     assert again["unheard of"] == []
 
 
+class Attributes(OrderedDict[str, Any]):
+    """Items that are attributes, through one dict for both."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Mirrored(dict[str, Any]):
+    """Items that are attributes, kept twice."""
+
+    def __init__(self, **items: Any) -> None:
+        for name, item in items.items():
+            self[name] = item
+
+    def __setitem__(self, name: str, item: Any) -> None:
+        super().__setitem__(name, item)
+        super().__setattr__(name, item)
+
+    __setattr__ = __setitem__
+
+
+class Twice(dict[str, Any]):
+    """Attributes that are set once, at the start, for items of the same name."""
+
+    __slots__ = ("a",)
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.a = items["a"]
+
+
+@pytest.mark.parametrize("kind", [Attributes, Mirrored, Twice])
+def test_attributes_that_are_items_follow_the_items(kind: type[Any]) -> None:
+    first = kind(a=x(), b=x() + 1)
+    adapter = adapter_for(first)
+    kept_alive = weakref.ref(first["a"])
+    del first
+    gc.collect()
+    assert kept_alive() is None
+    for start in (0, 10):
+        later = kind(a=x() + start, b=x() + start + 1)
+        out = adapter.restore(adapter.flatten(later).take(ORDER))
+        assert type(out) is kind
+        assert_same(dict(out), {"a": moved(x() + start), "b": moved(x() + start + 1)})
+        assert out.a is out["a"]
+        assert_same(dict(later), {"a": x() + start, "b": x() + start + 1})
+    if kind is not Twice:
+        out["a"] = None
+        assert out.a is None
+
+
+ATTRIBUTES: list[Any] = [x(), np.arange(3), [{"deep": x()}], Plain(x(), {}), JaggedBatch({"u": Column(x())})]
+
+
+@pytest.mark.parametrize("attribute", ATTRIBUTES, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("kind", [Extended, Wrapped])
+def test_attributes_with_samples_beside_the_items_are_refused_at_every_batch(kind: type[Any], attribute: Any) -> None:
+    plain, more = kind(a=x()), kind(a=x())
+    more.cache = attribute
+    with pytest.raises(ValueError, match="field 'f' has the attribute 'cache' beside its items"):
+        adapter_for({"f": more})
+    with pytest.raises(ValueError, match="the batch has the attribute 'cache' beside its items"):
+        adapter_for(plain).flatten(more)
+
+
+def test_an_attribute_that_changes_from_batch_to_batch_is_refused() -> None:
+    first, same, other = Extended(a=x()), Extended(a=x()), Extended(a=x())
+    first.note, same.note, other.note = "of all", "of all", "of this batch"
+    adapter = adapter_for(first)
+    assert adapter.restore(adapter.flatten(same)).note == "of all"
+    with pytest.raises(ValueError, match="attribute 'note' of 'of this batch', in the first batch it was 'of all'"):
+        adapter.flatten(other)
+
+
 def test_columns_are_named_by_their_path() -> None:
     batch = {"features": {"page": x()}, "rest": [x(), Point(x(), x())], 7: x()}
     assert adapter_for(batch).flatten(batch).names == ("features.page", "rest.0", "rest.1.x", "rest.1.y", "7")
