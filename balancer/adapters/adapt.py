@@ -16,7 +16,8 @@ from ..batches.column import Column, ColumnSpec, empty_column
 from .attributes import torchrec_type
 from .keyed import JaggedTensorLeaf, KeyedLeaf
 from .leaves import BatchLeaf, DenseLeaf, Form, LengthsLeaf, NestedLeaf, ValuesLeaf
-from .structure import DictNode, Node, NoneNode, Parts, SequenceNode, below, container_of, field
+from .parts import Parts
+from .structure import DictNode, Node, NoneNode, SequenceNode, below, container_of, field
 
 BatchT = TypeVar("BatchT")
 
@@ -41,10 +42,11 @@ class Adapter(Generic[BatchT]):
         """
         parts = Parts()
         self._root.flatten(batch, parts)
-        columns = {name: _like_first(name, c, self.schema[name]) for name, c in parts.joined().items()}
+        joined, batch_size = parts.joined()
+        columns = {name: _like_first(name, column, self.schema[name]) for name, column in joined.items()}
         if isinstance(self._root, BatchLeaf):  # checked when it was made
-            return JaggedBatch.of_checked(columns, parts.batch_size())
-        return JaggedBatch(columns, parts.batch_size())
+            return JaggedBatch.of_checked(columns, batch_size)
+        return JaggedBatch(columns, batch_size)
 
     def restore(self, columns: JaggedBatch) -> BatchT:
         """Put a batch together. Dense, jagged and nested fields share the memory of `columns`."""
@@ -97,7 +99,9 @@ def adapter_for(
     at its ends: tensors and NumPy arrays with the samples on dimension 0, TorchRec's KeyedJaggedTensor and
     JaggedTensor, torch nested tensors of the jagged layout, JaggedBatch, and None. Columns are named by their path:
     "features.uih_page", "0"; the keys of a batch that is a KeyedJaggedTensor are its columns, weights are
-    "<key>.weights", and a batch that is one tensor has the column "values". Channels-last memory stays channels-last.
+    "<key>.weights", and a batch that is one tensor has the column "values". Arrays of datetime64 and timedelta64 have
+    a second column, "<path>: datetime64[s]" say, of no bytes: it tells ranks that their units differ. Channels-last
+    memory stays channels-last.
 
     Args:
         example: The first batch.
@@ -123,8 +127,7 @@ def adapter_for(
     builder.check_all_found()
     parts = Parts()
     root.flatten(example, parts)
-    columns = JaggedBatch(parts.joined(), parts.batch_size())
-    return Adapter(root, columns.schema)
+    return Adapter(root, JaggedBatch(*parts.joined()).schema)
 
 
 class _Builder:
@@ -164,7 +167,7 @@ class _Builder:
         if path in self._jagged:
             return ValuesLeaf(path, form, self._jagged[path])
         if path in self._owners:
-            return LengthsLeaf(path, form, form.tensor(value).dtype, *self._owners[path])
+            return LengthsLeaf.of(value, path, form, *self._owners[path])
         return DenseLeaf.of(value, path)
 
     def check_all_found(self) -> None:

@@ -15,7 +15,8 @@ from ..batches.column import Column
 from ..batches.convert import WEIGHTS, jagged_columns, jagged_tensor, keyed_columns, keyed_tensor
 from .attributes import torchrec_type
 from .leaves import BARE
-from .structure import Node, Parts, below, field
+from .parts import Parts
+from .structure import Node, below, field
 
 
 def _check(value: Any, expected: str, path: str) -> None:

@@ -13,17 +13,27 @@ from typing_extensions import override
 from ..batches.batch import JaggedBatch
 from ..batches.column import Column
 from ..batches.convert import nested_column, nested_tensor
-from .structure import Node, Parts, below, check_type, field
+from .parts import Parts
+from .structure import Node, below, check_type, field
 
 BARE = "values"  # column name of a batch that is one field
+_TIME = "mM"  # kinds of NumPy's timedelta64 and datetime64
 
 
 class Form:
-    """Whether a field is a tensor or a NumPy array, and how one becomes the other."""
+    """Whether a field is a tensor or a NumPy array, and how one becomes the other.
+
+    Attributes:
+        path: Of the field.
+        numpy_type: Of an array in the first batch, as `np.dtype(...).str` says it.
+        unit: "datetime64[s]" say, where the array's integers are dates or spans of time.
+    """
 
     def __init__(self, path: str, numpy_type: str | None) -> None:
         self.path = path
         self.numpy_type = numpy_type
+        dtype = None if numpy_type is None else np.dtype(numpy_type)
+        self.unit = str(dtype) if dtype is not None and dtype.kind in _TIME else None
 
     @classmethod
     def of(cls, value: Tensor | np.ndarray[Any, Any], path: str) -> Form:
@@ -34,15 +44,17 @@ class Form:
         """
         if isinstance(value, Tensor):
             return cls(path, None)
-        if value.dtype.kind not in "biufcmM" or not value.dtype.isnative:
-            raise TypeError(
-                f"{field(path)} is an array of {value.dtype}, which is not made of plain numbers: encode "
-                f"it as numbers, or leave it out of the batch"
-            )
+        _check_numbers(value, path)
         return cls(path, value.dtype.str)
 
     def tensor(self, value: Any) -> Tensor:
-        """View the field as a tensor."""
+        """View the field as a tensor.
+
+        Raises:
+            TypeError: An array of Python objects, text or records.
+            ValueError: A type, layout or unit of time that the first batch did not have; one number, or one that
+                requires grad.
+        """
         check_type(self.path, value, np.ndarray if self.numpy_type else Tensor)
         if isinstance(value, Tensor):
             if value.is_nested or value.layout is not torch.strided:
@@ -54,21 +66,36 @@ class Form:
                 f"{field(self.path)} is a single number, not one a sample: expand it to shape [batch_size], or leave "
                 f"it out of the batch"
             )
-        return value if isinstance(value, Tensor) else _tensor_of(value)
+        return value if isinstance(value, Tensor) else self._tensor_of(value)
+
+    def _tensor_of(self, array: np.ndarray[Any, Any]) -> Tensor:
+        _check_numbers(array, self.path)
+        now = str(array.dtype) if array.dtype.kind in _TIME else None
+        if now != self.unit and len(array):
+            raise ValueError(
+                f"{field(self.path)} is an array of {array.dtype}, in the first batch it was of "
+                f"{np.dtype(self.numpy_type)}: convert all to one with astype()"
+            )
+        array = np.ascontiguousarray(array)
+        if now is not None:
+            array = array.view(np.int64)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
 
     def value(self, tensor: Tensor) -> Any:
         """Give the tensor the form of the field."""
         if self.numpy_type is None:
             return tensor
         array = tensor.numpy()
-        return array.view(self.numpy_type) if np.dtype(self.numpy_type).kind in "mM" else array
+        return array if self.unit is None else array.view(self.numpy_type)
 
 
-def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
-    array = np.ascontiguousarray(array)
-    if array.dtype.kind in "mM":
-        array = array.view(np.int64)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+def _check_numbers(array: np.ndarray[Any, Any], path: str) -> None:
+    dtype = array.dtype
+    if dtype.kind not in "biufc" + _TIME or not dtype.isnative or dtype in (np.longdouble, np.clongdouble):
+        raise TypeError(
+            f"{field(path)} is an array of {dtype}, which is not made of plain numbers: encode "
+            f"it as numbers, or leave it out of the batch"
+        )
 
 
 class DenseLeaf(Node):
@@ -91,7 +118,7 @@ class DenseLeaf(Node):
         tensor = self._form.tensor(value)
         if self._order is not None and tensor.dim() == len(self._order):
             tensor = tensor.permute(self._order)
-        parts.add(self._name, Column(tensor))
+        parts.add(self._name, Column(tensor), self._form.unit)
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:
@@ -121,7 +148,7 @@ class ValuesLeaf(Node):
 
     @override
     def flatten(self, value: Any, parts: Parts) -> None:
-        parts.add_values(self._path, self._form.tensor(value), self._lengths)
+        parts.add_values(self._path, self._form.tensor(value), self._lengths, self._form.unit)
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:
@@ -142,9 +169,20 @@ class LengthsLeaf(Node):
         self._owner = owner
         self._level = level
 
+    @classmethod
+    def of(cls, value: Any, path: str, form: Form, owner: str, level: int) -> LengthsLeaf:
+        """Make the leaf of the first batch's field.
+
+        Raises:
+            ValueError: They are spans of time.
+        """
+        if form.unit is not None:
+            raise ValueError(f"{field(path)} holds lengths, which must be integers, got {form.unit}")
+        return cls(path, form, form.tensor(value).dtype, owner, level)
+
     @override
     def flatten(self, value: Any, parts: Parts) -> None:
-        parts.lengths[self._path] = self._form.tensor(value)
+        parts.add_lengths(self._path, self._form.tensor(value))
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:

@@ -13,69 +13,13 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
 from ..batches.batch import JaggedBatch
-from ..batches.column import Column
 from .attributes import PLAIN, attributes_of, holds_samples
+from .parts import Parts
 
 Build = Callable[[Any, str], "Node"]
-
-
-class Parts:
-    """The columns that a batch falls into, gathered while its tree is walked."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, Column] = {}
-        self.values: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
-        self.lengths: dict[str, Tensor] = {}
-        self.batch_sizes: dict[str, int] = {}
-
-    def add(self, name: str, column: Column) -> None:
-        """Add a column.
-
-        Raises:
-            ValueError: Two fields have the same path.
-        """
-        if name in self.columns:
-            raise ValueError(f"two fields of the batch are called {name!r}; rename one of them")
-        self.columns[name] = column
-
-    def add_values(self, name: str, values: Tensor, lengths: tuple[str, ...]) -> None:
-        """Add a column whose lengths are other fields, maybe not seen yet."""
-        self.add(name, Column(values))
-        self.values[name] = (values, lengths)
-
-    def joined(self) -> dict[str, Column]:
-        """Put values and their lengths together."""
-        for name, (values, lengths) in self.values.items():
-            self.columns[name] = Column(values, tuple(self.lengths[path] for path in lengths))
-        return self.columns
-
-    def batch_size(self) -> int:
-        """Agree on the number of samples.
-
-        Raises:
-            ValueError: It differs between fields, or there is no field to tell; names the fields.
-        """
-        sizes = self.batch_sizes | {name: column.batch_size for name, column in self.columns.items()}
-        jagged = [name for name, column in self.columns.items() if column.depth]
-        first = next(iter([*self.batch_sizes, *jagged, *sizes]), None)
-        if first is None:
-            raise ValueError("the batch holds no tensor, so it has no samples to move")
-        for name, size in sizes.items():
-            if size != sizes[first]:
-                raise ValueError(_sizes_differ(name, size, first, sizes[first]))
-        return sizes[first]
-
-
-def _sizes_differ(name: str, size: int, first: str, expected: int) -> str:
-    return (
-        f"field {name!r} has {size} rows on dimension 0, field {first!r} has {expected} samples. Each field needs one "
-        f"row a sample. For the values of a jagged feature say which field holds its lengths: "
-        f"jagged={{{name!r}: '<its lengths>'}}; anything else has to be left out of the batch"
-    )
 
 
 class Node(ABC):
