@@ -1,1 +1,10 @@
 """One command for each question that a user or the paper asks; results lie in bench/results with their hardware."""
+
+import importlib.util
+import sys
+
+# `python -m freescale.bench.x` comes by here before it imports anything of the command: a line instead of a traceback
+if sys.argv[:1] == ["-m"] and importlib.util.find_spec("rich") is None:
+    sys.exit(
+        "error: the commands of freescale.bench need rich, and matplotlib for pictures: pip install rich matplotlib"
+    )

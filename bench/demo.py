@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
+from .arguments import at_least_one
 from .demo_rank import Settings
 from .demo_report import (
     compute_seconds,
@@ -107,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("data", nargs="?", metavar="DATA", help="Parquet file; without one, a heavy-tailed set is generated")
     add("--data", dest="named_data", metavar="DATA", help="the same, by name")
-    add("--ranks", type=_count, default=4, help="processes (default 4)")
-    add("--steps", type=_count, default=72, help="steps of each run (default 72)")
-    add("--batch-size", type=_count, help="samples a rank loads in a step (default: about 12,000 tokens)")
+    add("--ranks", type=at_least_one, default=4, help="processes (default 4)")
+    add("--steps", type=at_least_one, default=72, help="steps of each run (default 72)")
+    add("--batch-size", type=at_least_one, help="samples a rank loads in a step (default: about 12,000 tokens)")
     add("--partitioner", default="greedy_batch_size", help=f"{', '.join(BUILT_IN)}, or module:function")
     add("--transport", choices=TRANSPORTS, default="mpi", help="mpi (default), or process_group (torchrun, gloo)")
     add("--uih", metavar="COLUMN", help="the history: lists of integers")
@@ -121,16 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-_count.__name__ = "count of at least 1"  # argparse: "invalid count of at least 1 value: '0'"
 
 
 # ---- data --------------------------------------------------------------------------------------------------------

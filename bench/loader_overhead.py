@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from .arguments import at_least_one
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
@@ -63,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m freescale.bench.loader_overhead --blocks 30 --results bench/results",
     )
     add = parser.add_argument
-    add("--batch-size", type=int, default=64, help="samples a rank loads in a step (default 64)")
+    add("--batch-size", type=at_least_one, default=64, help="samples a rank loads in a step (default 64)")
     add("--step-ms", type=float, default=50.0, help="what a step of the loop takes by itself (default 50)")
-    add("--block-steps", type=int, default=10, help="steps in a row beside either (default 10)")
-    add("--blocks", type=int, default=30, help="blocks of either kind (default 30)")
+    add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
+    add("--blocks", type=at_least_one, default=30, help="blocks of either kind (default 30)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="default mpi")
     add("--json", type=Path, metavar="FILE", help="write every step's time to a file")
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..balancer.batches.batch import Column, JaggedBatch
 from ..balancer.protocol.payload import Sections, message_bytes, pack
 from ..balancer.protocol.schema import Schema
+from .arguments import at_least_one
 from .environment import environment
 from .tables import Table, print_table, write_result
 
@@ -57,11 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--mean", type=_count, nargs="+", default=[500, 3000], help="mean lengths (default 500 3000)")
-    parser.add_argument("--samples", type=_count, nargs="+", default=[128, 2560], help="batch sizes (default 128 2560)")
-    parser.add_argument("--columns", type=_count, nargs="+", default=[1], help="int64 columns a batch has (default 1)")
-    parser.add_argument("--destinations", type=_count, nargs="+", default=[4, 64, 512], help="ranks (default 4 64 512)")
-    parser.add_argument("--repeats", type=_count, default=25, help="times each is done (default 25)")
+    parser.add_argument(
+        "--mean", type=at_least_one, nargs="+", default=[500, 3000], help="mean lengths (default 500 3000)"
+    )
+    parser.add_argument(
+        "--samples", type=at_least_one, nargs="+", default=[128, 2560], help="batch sizes (default 128 2560)"
+    )
+    parser.add_argument(
+        "--columns", type=at_least_one, nargs="+", default=[1], help="int64 columns a batch has (default 1)"
+    )
+    parser.add_argument(
+        "--destinations", type=at_least_one, nargs="+", default=[4, 64, 512], help="ranks (default 4 64 512)"
+    )
+    parser.add_argument("--repeats", type=at_least_one, default=25, help="times each is done (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and destinations (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file")
@@ -92,16 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         console.print(f"written to {path}")
     return 0
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-_count.__name__ = "count of at least 1"
 
 
 def measure(

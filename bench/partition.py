@@ -23,6 +23,7 @@ from ..balancer.partitioners.constraints import grouped
 from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples, validate_plan
+from .arguments import at_least_one
 from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source
@@ -80,28 +81,25 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     sources = f"path.parquet:column, a text file, or {', '.join(DISTRIBUTIONS)}, as in lognormal:median=6000,sigma=0.9"
     add("--lengths", default="lognormal", metavar="SOURCE", help=f"{sources} (default lognormal)")
-    add("--world-size", type=_count, nargs="+", default=[64], metavar="N", help="ranks, one or several (default 64)")
-    add("--batch-size", type=_count, default=128, metavar="N", help="samples that a rank loads (default 128)")
-    add("--max-length", type=_count, metavar="N", help="cut longer samples to this length (default: no cut)")
+    add(
+        "--world-size",
+        type=at_least_one,
+        nargs="+",
+        default=[64],
+        metavar="N",
+        help="ranks, one or several (default 64)",
+    )
+    add("--batch-size", type=at_least_one, default=128, metavar="N", help="samples that a rank loads (default 128)")
+    add("--max-length", type=at_least_one, metavar="N", help="cut longer samples to this length (default: no cut)")
     add("--partitioner", action="append", default=[], metavar="MODULE:NAME", help="add one of yours; may be repeated")
     add("--alpha", type=float, default=1.0, help="exponent of the weights of VariableBatchSize (default 1)")
-    add("--repeats", type=_count, default=5, metavar="N", help="times each plan is made and timed (default 5)")
+    add("--repeats", type=at_least_one, default=5, metavar="N", help="times each plan is made and timed (default 5)")
     add("--seed", type=int, default=0, help="of lengths that are drawn or sampled (default 0)")
     add("--no-reference", action="store_true", help="leave out Karmarkar-Karp, which is slow")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file")
     add("--plot", type=Path, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-_count.__name__ = "count of at least 1"  # argparse: "invalid count of at least 1 value: '0'"
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,19 @@ def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as exit_status:
         demo.main(["--ranks", "0"])
     assert exit_status.value.code == 2
-    assert "argument --ranks: invalid count of at least 1 value: '0'" in capsys.readouterr().err
+    assert "argument --ranks: must be an integer of at least 1, got '0'" in capsys.readouterr().err
+
+
+def test_a_command_without_rich_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['rich'] = None\n")
+    for name in ("demo", "partition", "packing", "kernels", "autotune", "loader_overhead"):
+        command = [sys.executable, "-m", f"freescale.bench.{name}"]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        assert done.stderr.endswith("pip install rich matplotlib\n"), name
+        assert done.stderr.count("\n") == 1, name
 
 
 def test_starting_ranks_from_inside_a_rank_is_refused(
