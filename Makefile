@@ -6,15 +6,19 @@ DEVICE ?= cpu
 TORCH ?= torch==2.13.0
 # More flags for pip, for example: make test PIP_FLAGS="--extra-index-url <PyTorch's CPU index>"
 PIP_FLAGS ?=
+# A Parquet file, and more options, for the demo: make demo DATA=clicks.parquet ARGS="--label clicked --ranks 2"
 DATA ?=
+ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# Errors only: pip warns of root, and of dependencies that the pinned lists leave out on purpose
+QUIET := -qq
 READY := $(VENV)/.ready
 
 .PHONY: demo test lint clean
 
 demo: $(READY)
-	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data $(DATA))
+	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(READY) lint
 	$(VENV)/bin/pytest
@@ -27,11 +31,16 @@ lint: $(READY)
 
 # torch goes first and with its own dependencies: on many machines it brings CUDA libraries that the pinned list leaves out
 $(READY): requirements/$(DEVICE).txt setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(PIP_FLAGS) "$(TORCH)"
-	$(PIP) install --quiet $(PIP_FLAGS) --no-deps -r requirements/$(DEVICE).txt
-	$(PIP) install --quiet --no-build-isolation --no-deps -e .
-	touch $@
+	@echo "Setting up $(VENV), once: some 2 GB and one to ten minutes, by the network"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "  1 of 3: $(TORCH), the largest"
+	@$(PIP) install $(QUIET) $(PIP_FLAGS) "$(TORCH)"
+	@echo "  2 of 3: what requirements/$(DEVICE).txt lists: MPI, Arrow, TorchRec, the tools of the tests"
+	@$(PIP) install $(QUIET) $(PIP_FLAGS) --no-deps -r requirements/$(DEVICE).txt
+	@echo "  3 of 3: freescale itself, so that changes here are seen at once"
+	@$(PIP) install $(QUIET) --no-build-isolation --no-deps -e .
+	@touch $@
+	@echo "Done. To use it by hand: source $(VENV)/bin/activate"
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
