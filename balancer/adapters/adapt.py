@@ -49,7 +49,7 @@ class Adapter(Generic[BatchT]):
         return JaggedBatch(columns, batch_size)
 
     def restore(self, columns: JaggedBatch) -> BatchT:
-        """Put a batch together. Dense, jagged and nested fields share the memory of `columns`."""
+        """Put a batch together. Dense (but for channels-last), jagged and nested fields share memory with `columns`."""
         batch: BatchT = self._root.restore(columns)
         return batch
 
@@ -168,7 +168,7 @@ class _Builder:
             return ValuesLeaf(path, form, self._jagged[path])
         if path in self._owners:
             return LengthsLeaf.of(value, path, form, *self._owners[path])
-        return DenseLeaf.of(value, path)
+        return DenseLeaf(path, form, None)
 
     def check_all_found(self) -> None:
         """Raise ValueError when jagged= names a field that the batch does not have."""
@@ -219,7 +219,7 @@ def _node_from(tree: dict[str, Any], path: str) -> Node:
         node = DictNode if kind in ("dict", "ordered_dict") else SequenceNode
         return node(path, _CONTAINERS[kind], children)
     if kind == "dense":
-        return DenseLeaf(path, Form(path, tree["numpy"]), tree["order"] and tuple(tree["order"]))
+        return DenseLeaf(path, Form(path, tree["numpy"]), tree["memory_format"])
     if kind == "values":
         return ValuesLeaf(path, Form(path, tree["numpy"]), tuple(tree["lengths"]))
     if kind == "lengths":

@@ -99,43 +99,48 @@ def _check_numbers(array: np.ndarray[Any, Any], path: str) -> None:
 
 
 class DenseLeaf(Node):
-    """A tensor or array with one row a sample."""
+    """A tensor or array with one row a sample.
 
-    def __init__(self, path: str, form: Form, order: tuple[int, ...] | None) -> None:
+    Tensors come back in the memory format, channels-last or not, of this rank's first batch with samples. Their column
+    has the logical shape, whatever the format, so that ranks and batches of two formats can be mixed.
+    """
+
+    def __init__(self, path: str, form: Form, memory_format: str | None) -> None:
         self._name = path or BARE
         self._form = form
-        self._order = order
-        self._back = None if order is None else tuple(np.argsort(order).tolist())
-
-    @classmethod
-    def of(cls, value: Any, path: str) -> DenseLeaf:
-        """Make the leaf of the first batch's field."""
-        form = Form.of(value, path)
-        return cls(path, form, _memory_order(value) if isinstance(value, Tensor) else None)
+        self._memory_format = memory_format
 
     @override
     def flatten(self, value: Any, parts: Parts) -> None:
         tensor = self._form.tensor(value)
-        if self._order is not None and tensor.dim() == len(self._order):
-            tensor = tensor.permute(self._order)
+        if self._memory_format is None and len(tensor):  # without samples all formats are one
+            self._memory_format = _memory_format(tensor)
         parts.add(self._name, Column(tensor), self._form.unit)
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:
         tensor = batch[self._name].values
-        return self._form.value(tensor if self._back is None else tensor.permute(self._back))
+        wanted = _FORMATS.get(self._memory_format or _CONTIGUOUS)
+        if wanted is not None:
+            tensor = torch.empty_like(tensor, memory_format=wanted, pin_memory=tensor.is_pinned()).copy_(tensor)
+        return self._form.value(tensor)
 
     @override
     def describe(self) -> dict[str, Any] | None:
-        return {"kind": "dense", "numpy": self._form.numpy_type, "order": self._order}
+        return {"kind": "dense", "numpy": self._form.numpy_type, "memory_format": self._memory_format}
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Dimensions from the outermost to the innermost in memory, when that is channels-last."""
-    for order in ((0, 2, 3, 1), (0, 2, 3, 4, 1)):
-        if tensor.dim() == len(order) and not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
-            return order
-    return None
+_CONTIGUOUS = "contiguous"
+_FORMATS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
+_RANKS = {4: "channels_last", 5: "channels_last_3d"}
+
+
+def _memory_format(tensor: Tensor) -> str:
+    """Name the memory format. What is contiguous in both counts as contiguous."""
+    name = _RANKS.get(tensor.dim())
+    if name is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=_FORMATS[name]):
+        return _CONTIGUOUS
+    return name
 
 
 class ValuesLeaf(Node):

@@ -273,6 +273,22 @@ def test_two_fields_of_one_path_are_refused(batch: Any) -> None:
         adapter_for(batch)
 
 
+N = torch.tensor([1, 2])
+AMBIGUOUS: list[tuple[dict[Any, Any], dict[str, str]]] = [
+    ({"v": x(), "a.b": N, "a": {"b": N.flip(0)}}, {"v": "a.b"}),
+    ({"v": x(), 1: N, "1": N.flip(0)}, {"v": "1"}),
+    ({"v.w": x(), "v": {"w": x()}, "n": N}, {"v.w": "n"}),
+    ({"v": x(), "a": JaggedBatch({"b": Column(N)}), "a.b": N}, {"v": "a.b"}),
+]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("batch", "jagged"), AMBIGUOUS, ids=lambda v: str(list(v)))
+def test_two_fields_of_one_declared_path_are_refused(batch: dict[Any, Any], jagged: dict[str, str], order: int) -> None:
+    with pytest.raises(ValueError, match="two fields of the batch are called"):
+        adapter_for(dict([*batch.items()][::order]), jagged)
+
+
 NUMPY = ["bool", "int8", "uint16", "uint64", "float16", "float64", "complex64", "datetime64[s]", "timedelta64[ns]"]
 
 
@@ -344,18 +360,55 @@ def test_arrays_that_are_read_only_or_strided_are_taken() -> None:
     assert_same(reordered(array), np.ascontiguousarray(array[ORDER]))
 
 
+def images(batch_size: int, memory_format: torch.memory_format) -> Tensor:
+    """Square, so that axes could be mistaken for each other."""
+    return torch.arange(batch_size * 64).view(batch_size, 4, 4, 4).contiguous(memory_format=memory_format)
+
+
 def test_memory_formats_are_kept() -> None:
-    image = torch.arange(3 * 2 * 4 * 5).view(3, 2, 4, 5).to(memory_format=torch.channels_last)
+    image = images(3, torch.channels_last)
     video = torch.arange(3 * 2 * 2 * 4 * 5).view(3, 2, 2, 4, 5).to(memory_format=torch.channels_last_3d)
     adapter = adapter_for([image, video])
-    flat = adapter.flatten([image, video])
-    assert flat["0"].values.data_ptr() == image.data_ptr()
+    assert [adapter.schema[name].shape for name in "01"] == [(4, 4, 4), (2, 2, 4, 5)]
     out = reordered([image, video])
     assert_same(out, [moved(image), moved(video)])
-    assert out[0].is_contiguous(memory_format=torch.channels_last)
-    assert out[1].is_contiguous(memory_format=torch.channels_last_3d)
-    contiguous = adapter.restore(adapter.flatten([image.contiguous(), video.contiguous()]))
-    assert_same(contiguous, [image, video])
+    for back in (out, adapter.restore(adapter.flatten([image.contiguous(), video.contiguous()]))):
+        assert back[0].is_contiguous(memory_format=torch.channels_last)
+        assert back[1].is_contiguous(memory_format=torch.channels_last_3d)
+    assert_same(adapter.restore(adapter.flatten([image.contiguous(), video.contiguous()])), [image, video])
+    plain = adapter_for(image.contiguous())
+    assert plain.restore(plain.flatten(image)).is_contiguous()
+
+
+def test_the_memory_format_is_that_of_the_first_batch_with_samples() -> None:
+    adapter = adapter_for({"image": images(0, torch.channels_last)})
+    later = {"image": images(2, torch.channels_last)}
+    out = adapter.restore(adapter.flatten(later))
+    assert_same(out, later)
+    assert out["image"].is_contiguous(memory_format=torch.channels_last)
+    assert adapter.restore(adapter.flatten({"image": later["image"].contiguous()}))["image"].stride()[1] == 1
+
+
+def test_a_later_shape_is_compared_as_it_is_whatever_the_memory_format() -> None:
+    adapter = adapter_for({"image": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)})
+    with pytest.raises(ValueError, match=r"field 'image' is dense float32 \[\*, 4, 5, 3\],.*was .*\[\*, 3, 4, 5\]"):
+        adapter.flatten({"image": torch.zeros(2, 4, 5, 3)})
+
+
+@pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
+def test_ranks_may_have_images_in_different_memory_formats() -> None:
+    formats = [torch.channels_last, torch.contiguous_format]
+
+    def run(transport: Transport) -> list[Any]:
+        sizes = (0, 3) if transport.rank else (3, 3)
+        mine = [{"image": images(n, formats[transport.rank]), "n": torch.arange(n)} for n in sizes]
+        loader = balance(mine, transport, "n", lambda world: (world.rank + 1) % 2)
+        return [batch["image"] for batch in loader if len(batch["image"])]
+
+    for rank, received in enumerate(run_in_threads(2, run)):
+        for image in received:
+            assert_same(image, images(3, torch.contiguous_format))
+            assert image.is_contiguous(memory_format=formats[rank])
 
 
 def test_flattening_shares_memory_and_restored_batches_have_their_own() -> None:
