@@ -51,6 +51,14 @@ class PeerClosed(BalancerError):
         return type(self), (self.rank, self.step)
 
 
+def describe(error: BaseException) -> str:
+    """Type and text of an error, also of one whose text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 class PlanMismatch(BalancerError):
     """Partitioners gave different plans on different ranks; no sample was moved."""
 

@@ -81,7 +81,7 @@ class BalancedLoader(Generic[T]):
         partitioner: Partitioner = greedy_batch_size,
         *,
         candidates: str | None = None,
-        gather: Sequence[str] = (),
+        gather: str | Sequence[str] = (),
         jagged: Mapping[str, str | tuple[str, ...]] | None = None,
         example: Any = None,
         prefetch: int = 2,
@@ -89,15 +89,12 @@ class BalancedLoader(Generic[T]):
         pin_memory: bool = False,
     ) -> None:
         _refuse_in_worker()
+        _check_arguments(transport, lengths, partitioner, jagged, pin_memory)
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"prefetch must be an integer of at least 1, got {prefetch!r}")
-        if not isinstance(transport, Transport):
-            raise TypeError(f"transport must come from freescale.transport.connect, got {type(transport).__name__}")
-        if not callable(partitioner):
-            raise TypeError(f"partitioner must be callable, got {type(partitioner).__name__}")
         self.dataloader = dataloader
         self.last_report: Report | None = None
-        self._source: Source = source_of(dataloader)
+        self._source: Source = source_of(dataloader, lambda batch: self._flatten(batch).fingerprint())
         check_share(dataloader, transport.rank, transport.world_size)
         self._transport = transport.channel("balancer", check_sizes=False)
         self._partitioner = partitioner
@@ -107,14 +104,15 @@ class BalancedLoader(Generic[T]):
         names = tuple(self._values_field(name) for name in names)
         if not names and self._measure_lengths is None:
             raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
-        asked = (*getattr(partitioner, "gather", ()), *gather)
+        asked = (*getattr(partitioner, "gather", ()), *((gather,) if isinstance(gather, str) else gather))
         candidates = None if candidates is None else self._values_field(candidates)
-        self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)))
+        self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)), drop_small)
         self._adapter: Adapter[Any] | None = None
+        self._provisional = False  # the first batch was empty, so its types may be anything
         self._schema: Schema | None = None  # of the first batch; the adapter sees to it that later ones are alike
         if example is not None:
             self._adapter = adapter_for(example, jagged=self._jagged)
-        self._prefetch, self._drop_small, self._pin_memory = prefetch, drop_small, pin_memory
+        self._prefetch, self._pin_memory = prefetch, pin_memory
         self._epoch = 0
         self._loaded: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None  # of the running epoch, after the batch handed out last
@@ -122,6 +120,8 @@ class BalancedLoader(Generic[T]):
         self._worker: Worker | None = None
         self._seconds: tuple[int, float] = (-1, math.nan)
         self._warned = False
+        # A worker keeps its loader, so by then it has ended.
+        weakref.finalize(self, self._transport.close).atexit = False
 
     # ---- iterating
 
@@ -153,7 +153,7 @@ class BalancedLoader(Generic[T]):
             self._selection,
             self._partitioner,
             step=state["step"],
-            drop_small=self._drop_small,
+            epoch=state["epoch"],
             measured=lambda: self._seconds,
         )
         protocol.dropped_samples = state["dropped_samples"]
@@ -180,7 +180,7 @@ class BalancedLoader(Generic[T]):
                 return iter(()), None
             batches = self._source.start(state["source"])
             if state["source"] is None:  # what shuffles draws its order here, so a state has to hold it from now on
-                state["source"] = copy.deepcopy(self._source.state())
+                state["source"] = copy.deepcopy(self._source.state(0))
             return batches, None
         except Exception as error:
             return iter(()), error
@@ -211,14 +211,15 @@ class BalancedLoader(Generic[T]):
         return name
 
     def _flatten(self, batch: T) -> LocalBatch:
-        if self._adapter is None:
+        if self._adapter is None or self._provisional:
             self._adapter = adapter_for(batch, jagged=self._jagged)
+            self._schema = None
         columns = self._adapter.flatten(batch)
         if self._schema is None:
             self._selection.check(columns)
             schema = Schema.of(columns, self._adapter.describe())
             schema.to_bytes()  # one that is too large is found here
-            self._schema = schema
+            self._schema, self._provisional = schema, columns.batch_size == 0
         lengths = None
         if self._measure_lengths is not None:
             lengths = _checked_lengths(self._measure_lengths(batch), columns.batch_size)
@@ -269,6 +270,8 @@ class BalancedLoader(Generic[T]):
         """The state of an epoch that has not begun."""
         partitioner = self._partitioner
         return {
+            "rank": self._transport.rank,
+            "world_size": self._transport.world_size,
             "step": 0,
             "epoch": self._epoch,
             "source": None,
@@ -283,17 +286,27 @@ class BalancedLoader(Generic[T]):
         Raises:
             ValueError: It is not a state of a balanced loader.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
         missing = set(self._fresh_state()) - set(state)
         if missing:
             raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
         for name in ("step", "epoch", "dropped_samples"):
-            if not isinstance(state[name], int) or not 0 <= state[name] < 1 << 62:
+            if type(state[name]) is not int or not 0 <= state[name] < 1 << 62:
                 raise ValueError(f"state: {name} must be an integer of at least 0, got {state[name]!r}")
+        if type(state["exhausted"]) is not bool:
+            raise ValueError(f"state: exhausted must be true or false, got {state['exhausted']!r}")
+        saved, here = (state["rank"], state["world_size"]), (self._transport.rank, self._transport.world_size)
+        if saved != here:
+            raise ValueError(
+                f"state: it was saved by rank {saved[0]} of {saved[1]}, but this is rank {here[0]} of {here[1]}; "
+                "each rank has to load its own, on as many ranks"
+            )
         self.close()
-        self._loaded = copy.deepcopy(dict(state))
-        self._epoch = self._loaded["epoch"]
-        if self._loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
-            self._partitioner.load_state_dict(copy.deepcopy(self._loaded["partitioner"]))
+        loaded = copy.deepcopy(dict(state))
+        if loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
+            self._partitioner.load_state_dict(copy.deepcopy(loaded["partitioner"]))
+        self._loaded, self._epoch = loaded, loaded["epoch"]
 
     def _finished(self, state: dict[str, Any]) -> None:
         """The epoch ended by itself; a state saved now begins the next one."""
@@ -344,6 +357,22 @@ class BalancedIterator(Generic[T]):
         entry.report.exposed_seconds = time.perf_counter() - started
         self._loader._hand_out(entry.report, entry.state)
         return entry.batch, entry.report
+
+
+def _check_arguments(transport: object, lengths: object, partitioner: object, jagged: object, pin_memory: bool) -> None:
+    """Refuse what no later check would name."""
+    if not isinstance(transport, Transport):
+        raise TypeError(f"transport must come from freescale.transport.connect, got {type(transport).__name__}")
+    if isinstance(partitioner, type):
+        raise TypeError(f"partitioner must be made first: pass {partitioner.__name__}(…), not the class")
+    if not callable(partitioner):
+        raise TypeError(f"partitioner must be callable, got {type(partitioner).__name__}")
+    if not (callable(lengths) or isinstance(lengths, str | Sequence)):
+        raise TypeError(f"lengths must be a column, several, or a function of the batch, got {type(lengths).__name__}")
+    if jagged is not None and not isinstance(jagged, Mapping):
+        raise TypeError(f"jagged must be a dict of values field → lengths field, got {jagged!r}")
+    if pin_memory and not torch.cuda.is_available():
+        raise ValueError("pin_memory=True needs a GPU, and torch sees none here")
 
 
 def _refuse_in_worker() -> None:

@@ -34,7 +34,7 @@ class BalancerNode(BaseNode[Any]):
         partitioner: Partitioner = greedy_batch_size,
         *,
         candidates: str | None = None,
-        gather: Sequence[str] = (),
+        gather: str | Sequence[str] = (),
         jagged: Mapping[str, str | tuple[str, ...]] | None = None,
         example: Any = None,
         prefetch: int = 2,

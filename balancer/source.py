@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.nodes import BaseNode
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_USE_STATEFUL = "use a loader with a state, such as torchdata.stateful_dataloader.StatefulDataLoader"
 
 
 class Source(Protocol):
@@ -19,8 +19,12 @@ class Source(Protocol):
         """Begin an epoch, or go on from a state."""
         ...
 
-    def state(self) -> Any:
-        """Where the running epoch stands: a state that `start` goes on from with the next batch."""
+    def state(self, fingerprint: int) -> Any:
+        """Where the running epoch stands: a state that `start` goes on from with the next batch.
+
+        Args:
+            fingerprint: A checksum of the batch taken last.
+        """
         ...
 
     def end_state(self) -> Any:
@@ -40,8 +44,9 @@ class StatefulSource:
             self._loader.load_state_dict(state)
         return iter(self._loader)
 
-    def state(self) -> Any:
+    def state(self, fingerprint: int) -> Any:
         """Where the running epoch stands."""
+        del fingerprint
         return self._loader.state_dict()
 
     def end_state(self) -> Any:
@@ -50,10 +55,17 @@ class StatefulSource:
 
 
 class ReplayedSource:
-    """A loader without a state: going on means reading again what was read and throwing it away."""
+    """A loader without a state: going on means reading again what was read and throwing it away.
 
-    def __init__(self, loader: Any) -> None:
+    Args:
+        loader: Any iterable that begins anew each time.
+        fingerprint: A checksum of a batch. The last batch that is thrown away must be the one that was taken last;
+            else the loader shuffles, and samples would be lost and repeated.
+    """
+
+    def __init__(self, loader: Any, fingerprint: Callable[[Any], int]) -> None:
         self._loader = loader
+        self._fingerprint = fingerprint
         self._taken = 0
 
     def start(self, state: Any | None) -> Iterator[Any]:
@@ -63,24 +75,39 @@ class ReplayedSource:
             ValueError: The loader shuffles, so a second reading would give other batches.
         """
         self._taken = 0
-        if state is None:
+        if not state or not state["taken"]:
             return self._count(iter(self._loader))
-        sampler = getattr(self._loader, "sampler", None)
-        if state["taken"] and isinstance(sampler, _SHUFFLING):
+        for part in (self._loader, getattr(self._loader, "batch_sampler", None)):
+            sampler = getattr(part, "sampler", None)
+            if isinstance(sampler, _SHUFFLING):
+                name = type(sampler).__name__
+                raise ValueError(
+                    f"a DataLoader with {name} shuffles and has no state: it cannot go on; {_USE_STATEFUL}"
+                )
+        return self._replay(state["taken"], state["fingerprint"])
+
+    def _replay(self, taken: int, fingerprint: int) -> Iterator[Any]:
+        batches = self._count(iter(self._loader))
+        for _ in range(taken):
+            last = next(batches, None)
+        if self._taken < taken:
+            raise ValueError(f"the state was saved after {taken} batches, but the loader has only {self._taken} now")
+        if self._fingerprint(last) != fingerprint:
             raise ValueError(
-                f"a DataLoader with {type(sampler).__name__} shuffles and has no state, so it cannot go on; "
-                "use torchdata.stateful_dataloader.StatefulDataLoader"
+                f"batch {taken - 1} is not what it was when the state was saved: the loader shuffles or changed, "
+                f"so it cannot go on; {_USE_STATEFUL}"
             )
-        return itertools.islice(self._count(iter(self._loader)), state["taken"], None)
+        for batch in batches:  # noqa: UP028 - `yield from` would close the user's iterator with this one
+            yield batch
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._taken += 1
             yield batch
 
-    def state(self) -> Any:
-        """How many batches of the epoch were taken."""
-        return {"taken": self._taken}
+    def state(self, fingerprint: int) -> Any:
+        """How many batches of the epoch were taken, and which was the last."""
+        return {"taken": self._taken, "fingerprint": fingerprint}
 
     def end_state(self) -> Any:
         """How the next epoch begins."""
@@ -98,8 +125,9 @@ class NodeSource:
         self._node.reset(state)
         return self._node
 
-    def state(self) -> Any:
+    def state(self, fingerprint: int) -> Any:
         """Where the running epoch stands."""
+        del fingerprint
         return self._node.state_dict()
 
     def end_state(self) -> Any:
@@ -107,7 +135,7 @@ class NodeSource:
         return None
 
 
-def source_of(loader: Any) -> Source:
+def source_of(loader: Any, fingerprint: Callable[[Any], int]) -> Source:
     """Choose how to read a loader.
 
     Raises:
@@ -119,12 +147,12 @@ def source_of(loader: Any) -> Source:
         return StatefulSource(loader)
     if not hasattr(loader, "__iter__"):
         raise TypeError(f"dataloader must be iterable, got {type(loader).__name__}")
-    if iter(loader) is loader if not isinstance(loader, DataLoader) else False:
+    if hasattr(loader, "__next__"):
         raise TypeError(
             f"dataloader must start anew each time it is iterated, but {type(loader).__name__} is an iterator; "
             "pass the object that it was made from"
         )
-    return ReplayedSource(loader)
+    return ReplayedSource(loader, fingerprint)
 
 
 def check_share(loader: Any, rank: int, world_size: int) -> None:

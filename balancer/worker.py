@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..transport import TransportError
 from .batches.batch import JaggedBatch
-from .errors import BalancerError, PeerClosed, PeerFailed
+from .errors import BalancerError, PeerClosed, PeerFailed, describe
 from .protocol.header import State
 from .protocol.protocol import LocalBatch, Protocol
 from .report import Report
@@ -95,6 +95,8 @@ class Worker:
         """Wait for the next entry, and make room for another."""
         entry = self.queue.get()
         self._room.release()
+        if isinstance(entry, End):
+            self.queue.put(entry)  # whoever asks again, from any thread, gets it again
         return entry
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class Worker:
                 caught.__cause__ = caught.__cause__ or self._error
         try:
             batches, self._batches = self._batches, iter(())
-            if hasattr(batches, "close"):
+            if isinstance(batches, Generator):  # anything else is the user's, and may be wanted again
                 batches.close()
         except BaseException as caught:
             error = error or caught
@@ -153,10 +155,13 @@ class Worker:
                 return False
             batch = self._restore(outcome.columns)
             state = loop_state(self._protocol, self._epoch, self._exhausted, source_state)
-        except (BalancerError, TransportError):  # known to all ranks, or to none
-            raise
-        except Exception as error:  # this rank's alone: tell the others at the next step
-            self._protocol.run(self._failed(error))
+        except BaseException as error:
+            if self._protocol.alone:  # peers are done with the step: tell them at the next one
+                self._protocol.run(self._failed(error))
+            elif not isinstance(
+                error, BalancerError | TransportError
+            ):  # those are known to the peers, or they have ended
+                self._protocol.transport.close()  # they wait in an exchange that this rank will not join
             raise
         self.queue.put(Item(batch, outcome.report, state))
         return True
@@ -173,20 +178,22 @@ class Worker:
                 else:
                     local = self._flatten(batch)
                     if not self._closing:
-                        return local, copy.deepcopy(self._source.state())
-        except Exception as error:
+                        return local, copy.deepcopy(self._source.state(local.fingerprint()))
+        except BaseException as error:
             return self._failed(error), None
         return LocalBatch(State.CLOSING if self._closing else State.EXHAUSTED), self._end_state
 
     def _failed(self, error: BaseException) -> LocalBatch:
         self._error = error
-        return LocalBatch(State.FAILED, text=f"{type(error).__name__}: {error}")
+        return LocalBatch(State.FAILED, text=describe(error))
 
 
 def loop_state(protocol: Protocol, epoch: int, exhausted: bool, source_state: Any) -> dict[str, Any]:
     """What to load to go on with the protocol's next step."""
     partitioner = protocol.partitioner
     return {
+        "rank": protocol.transport.rank,
+        "world_size": protocol.transport.world_size,
         "step": protocol.step,
         "epoch": epoch,
         "source": source_state,

@@ -69,10 +69,16 @@ class RankSpeeds:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `state_dict`, which is not changed."""
-        self._step = state["rank_step"].clone()
-        self._rate = state["rank_rate"].clone()
-        self._speed = state["rank_speed"].clone()
+        """Continue from a `state_dict`, which is not changed.
+
+        Raises:
+            ValueError: It is no such state; nothing was loaded.
+        """
+        tensors = [state.get(name) for name in ("rank_step", "rank_rate", "rank_speed")]
+        sizes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
+        if None in sizes or len(sizes) != 1:
+            raise ValueError("state must hold tensors rank_step, rank_rate and rank_speed of one length")
+        self._step, self._rate, self._speed = (tensor.clone() for tensor in tensors if tensor is not None)
 
     def _grow(self, world: WorldSamples) -> None:
         missing = world.first_rank + world.world_size - len(self._speed)

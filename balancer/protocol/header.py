@@ -22,6 +22,7 @@ _TEXT_WORDS = TEXT_BYTES // 8
 _FIELDS = (
     "magic",
     "step",
+    "epoch",
     "state",
     "batch_size",
     "capacity",
@@ -35,6 +36,7 @@ _FIELDS = (
 _HEADER_WORDS = len(_FIELDS)
 _BASE_WORDS = 3  # UIH length, number of candidates, payload bytes; gathered columns follow
 MAX_BATCH_SIZE = 1 << 24
+_LARGEST = 1 << 48  # of a length, and of the bytes of a sample
 
 
 class State(IntEnum):
@@ -52,6 +54,7 @@ class LocalStep:
 
     Attributes:
         step: Number of the global batch.
+        epoch: Number of the epoch.
         state: What this rank brings.
         capacity: Samples that the message has room for. Agreed beforehand.
         batch_size: Samples in the local batch.
@@ -66,6 +69,7 @@ class LocalStep:
     """
 
     step: int
+    epoch: int
     state: State
     capacity: int = 0
     batch_size: int = 0
@@ -100,6 +104,7 @@ def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
     message[:_HEADER_WORDS] = (
         MAGIC,
         local.step,
+        local.epoch,
         local.state,
         local.batch_size,
         local.capacity,
@@ -142,6 +147,7 @@ class WorldStep:
 
     magic: Int64s
     step: Int64s
+    epoch: Int64s
     state: Int64s
     batch_size: Int64s
     capacity: Int64s
@@ -190,12 +196,13 @@ class WorldStep:
         """The samples of all ranks, by origin rank, then position. Shape [N, 3 + num_gathered].
 
         Raises:
-            ProtocolError: A length is negative.
+            ProtocolError: A length is negative or too large.
         """
         present = np.arange(self._samples.shape[1]) < self.batch_size[:, None]
         samples = self._samples[present]
-        if len(samples) and samples[:, :_BASE_WORDS].min() < 0:
-            row = int(np.flatnonzero((samples[:, :_BASE_WORDS] < 0).any(1))[0])
+        told = samples[:, :_BASE_WORDS]
+        if len(samples) and (told.min() < 0 or told.max() > _LARGEST):
+            row = int(np.flatnonzero(((told < 0) | (told > _LARGEST)).any(1))[0])
             rank = int(np.searchsorted(np.cumsum(self.batch_size), row, side="right"))
-            raise ProtocolError(f"stage I: rank {rank} sent a negative length: {samples[row, :_BASE_WORDS].tolist()}")
+            raise ProtocolError(f"stage I: rank {rank} sent lengths that cannot be: {told[row].tolist()}")
         return samples

@@ -26,7 +26,7 @@ from .schema import Schema
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
-_ZEROS = torch.zeros(1 << 16, dtype=torch.uint8)  # what padding is copied from
+_ZEROS = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")  # what padding is copied from
 
 
 def _offsets(lengths: Int64s) -> Int64s:
@@ -126,7 +126,7 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     """
     leaving = np.flatnonzero(owners != rank)
     if not len(leaving):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     leaving = leaving[np.argsort(owners[leaving], kind="stable")]
     to = owners[leaving]
     first = np.flatnonzero(np.concatenate([[True], to[1:] != to[:-1]]))

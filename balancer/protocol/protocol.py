@@ -9,6 +9,7 @@ is resumed, so that a caller can compute in between.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from .shuffle import PARTITIONER_FAILED, Shuffle
 
 Int64s = NDArray[np.int64]
 Stages = Generator[str, None, "Outcome"]
+_FINGERPRINT_VALUES = 256
 
 
 @dataclass
@@ -54,6 +56,21 @@ class LocalBatch:
     items: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     text: str = ""
     load_seconds: float = 0.0
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is a batch, and it is not empty. The types of an empty one may be anything."""
+        return len(self.samples) > 0
+
+    def fingerprint(self) -> int:
+        """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
+        if self.sections is None:
+            return 0
+        checksum = zlib.crc32(self.sections.heads.tobytes())
+        for name in self.sections.batch.names:
+            values = self.sections.batch[name].values.reshape(-1)[:_FINGERPRINT_VALUES]
+            checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
+        return checksum
 
 
 @dataclass(frozen=True)
@@ -95,8 +112,11 @@ class Protocol:
         selection: Which columns mean what; equal on all ranks.
         partitioner: Gives the owner of every sample; the same on all ranks.
         step: Number of the first global batch; equal on all ranks.
-        drop_small: Drop global batches with fewer samples than ranks.
+        epoch: Number of the epoch; equal on all ranks.
         measured: Gives the step measured last and its compute seconds.
+
+    Attributes:
+        alone: The peers are done with the step and this rank is not, so whatever fails now is told at the next one.
     """
 
     def __init__(
@@ -106,21 +126,21 @@ class Protocol:
         partitioner: Partitioner,
         *,
         step: int = 0,
-        drop_small: bool = False,
+        epoch: int = 0,
         measured: Callable[[], tuple[int, float]] = lambda: (-1, float("nan")),
     ) -> None:
         self.transport = transport
-        self.step = step
+        self.step, self.epoch = step, epoch
+        self.alone = False
         self.schema: Schema | None = None
         self.type_description: str | None = None
         self.dropped_samples = 0
         self._selection = selection
         self.partitioner = partitioner
-        self._drop_small = drop_small
         self._measured = measured
         self._history = History(transport.world_size)
         self._capacity = 0
-        self._receive_buffer = torch.empty(0, dtype=torch.uint8)
+        self._receive_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def run(self, local: LocalBatch) -> Outcome:
         """Take part in one step, from stage I to the shuffled samples.
@@ -144,6 +164,7 @@ class Protocol:
     def stages(self, local: LocalBatch) -> Stages:
         """Like `run`, but a generator that yields the name of a stage each time its messages are on the way."""
         clock = Clock({"load": local.load_seconds})
+        self.alone = False
         if self.schema is None:
             world = yield from self._hello(local)
             if (end := self._end(world)) is not None:
@@ -166,7 +187,8 @@ class Protocol:
     # ---- hello and stage I
 
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
-        said = LocalStep(self.step, local.state, capacity, options_digest=self._selection.digest(), text=local.text)
+        said = LocalStep(self.step, self.epoch, local.state, capacity, text=local.text)
+        said.options_digest = self._selection.digest()
         said.seconds_step, said.seconds = self._measured()
         if local.schema is not None:
             said.batch_size = len(local.samples)
@@ -182,18 +204,20 @@ class Protocol:
         yield "hello"
         world = WorldStep(self._wait(work, "hello"), self.transport.world_size, 0, 0)
         self._check_agreement(world)
-        has_batch = world.state == State.HAS_BATCH
         if self._end(world) is not None:
             return world
-        speaker = int(np.flatnonzero(has_batch)[0])
-        differs = world.first_difference("schema_digest", has_batch) is not None
-        speakers = has_batch if differs else np.arange(len(has_batch)) == speaker
-        if differs or not has_batch.all():
+        # An empty batch may be of any type, as torch.tensor([]) is float32. So whoever has samples decides.
+        knows = (world.state == State.HAS_BATCH) & (world.batch_size > 0)
+        knows = knows if knows.any() else world.state == State.HAS_BATCH
+        speaker = int(np.flatnonzero(knows)[0])
+        differs = world.first_difference("schema_digest", knows) is not None
+        if differs or not knows.all():
+            speakers = knows if differs else np.arange(len(knows)) == speaker
             schemas = yield from self._gather_schemas(local, world, speakers)
             if differs:
                 self._raise_schema_mismatch(schemas)
             self._learn(schemas[speaker])
-        if local.schema is not None:
+        if local.schema is not None and knows[self.transport.rank]:
             self._learn(local.schema)
         self._capacity = int(world.batch_size.max())
         return world
@@ -209,7 +233,11 @@ class Protocol:
         ours = b""
         if local.schema is not None and speakers[self.transport.rank]:
             ours = local.schema.to_bytes()
-        block = torch.frombuffer(bytearray(ours), dtype=torch.uint8) if ours else torch.empty(0, dtype=torch.uint8)
+        block = (
+            torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+            if ours
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         work = self.transport.all_gather(block, sizes.tolist())
         yield "hello"
         gathered = self._wait(work, "hello").numpy().tobytes()
@@ -233,8 +261,17 @@ class Protocol:
                 f"rank {a} is at step {world.step[a]} and rank {b} at step {world.step[b]}; "
                 "all ranks have to load states of the same step"
             )
+        if (pair := world.first_difference("epoch")) is not None:
+            a, b = pair
+            raise ProtocolError(
+                f"rank {a} is in epoch {world.epoch[a]} and rank {b} in epoch {world.epoch[b]}; "
+                "all ranks have to load states of the same epoch"
+            )
         if (pair := world.first_difference("options_digest")) is not None:
-            raise SchemaMismatch(f"ranks {pair[0]} and {pair[1]} were given different lengths=, candidates= or gather=")
+            raise SchemaMismatch(
+                f"ranks {pair[0]} and {pair[1]} were given different lengths=, candidates=, gather= or drop_small=; "
+                f"rank {self.transport.rank} has {self._selection}"
+            )
 
     def _gather_lengths(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
         """Stage I. Repeated with more room when a rank has a larger batch than before."""
@@ -258,7 +295,7 @@ class Protocol:
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
-        wrong = (world.state == State.HAS_BATCH) & (world.schema_digest != self.schema.digest)
+        wrong = (world.state == State.HAS_BATCH) & (world.batch_size > 0) & (world.schema_digest != self.schema.digest)
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise SchemaMismatch(f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}")
@@ -278,9 +315,9 @@ class Protocol:
         assert self.schema is not None
         name = self._selection.nested_column(self.schema)
         if name is None:
-            return torch.zeros(0, dtype=torch.int64)
-        ours = torch.zeros(0, dtype=torch.int64)
-        if local.sections is not None:
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
+        ours = torch.zeros(0, dtype=torch.int64, device="cpu")
+        if local.sections is not None and local.has_samples:
             ours = local.sections.batch[name].levels[1]
         samples = world.samples()
         if name != self._selection.candidate_column(self.schema):
@@ -293,7 +330,7 @@ class Protocol:
         return self._wait(work, "stage II (gather candidate lengths)")
 
     def _gather_sizes(self, size: int) -> Generator[str, None, Int64s]:
-        work = self.transport.all_gather(torch.tensor([size], dtype=torch.int64))
+        work = self.transport.all_gather(torch.tensor([size], dtype=torch.int64, device="cpu"))
         yield "gather_candidates"
         return self._wait(work, "stage II (gather candidate lengths)").numpy()
 
@@ -301,36 +338,40 @@ class Protocol:
 
     def _plan_and_shuffle(self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock) -> Stages:
         assert self.schema is not None
-        samples = world.samples()
-        origin = np.repeat(np.arange(world.world_size), world.batch_size)
-        if self._drop_small and len(samples) < world.world_size:
-            self.dropped_samples += len(samples)
+        num_samples = int(world.batch_size.sum())
+        if self._selection.drop_small and num_samples < world.world_size:
+            self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
-        world_samples = self._world_samples(samples, origin, candidate_lengths, world)
-        shuffle = Shuffle(self.transport, self.schema, local.sections, world_samples, self._receive_buffer)
+        shuffle = Shuffle(
+            self.transport,
+            self.schema,
+            local.sections if local.has_samples else None,
+            lambda: self._world_samples(candidate_lengths, world),
+            self._receive_buffer,
+        )
         yield from self._agree(shuffle)
         clock.lap("plan")
         self._receive_buffer = shuffle.buffer
         work = shuffle.post()
         yield "shuffle"
         received = self._wait(work, "stage III (shuffle samples)")
-        # From here on peers are at the next step; whatever fails here is told to them there.
+        self.alone = True
         step, self.step = self.step, self.step + 1
         columns = shuffle.finish(received)
         clock.lap("shuffle")
-        self._history.add(step, world_samples, shuffle.owners)
+        if (world.seconds_step >= 0).any():  # somebody measures
+            self._history.add(step, shuffle.samples, shuffle.owners)
         items = dict(zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True))
-        traffic = Traffic.of(world_samples, shuffle.owners)
+        traffic = Traffic.of(shuffle.samples, shuffle.owners)
         size, rank = self.transport.world_size, self.transport.rank
         report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
         return Outcome(columns, report)
 
-    def _world_samples(
-        self, samples: Int64s, origin: Int64s, candidate_lengths: Tensor, world: WorldStep
-    ) -> WorldSamples:
+    def _world_samples(self, candidate_lengths: Tensor, world: WorldStep) -> WorldSamples:
         assert self.schema is not None
-        columns = torch.from_numpy(np.ascontiguousarray(samples.T))
+        columns = torch.from_numpy(np.ascontiguousarray(world.samples().T))
+        origin = np.repeat(np.arange(world.world_size), world.batch_size)
         seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
         return WorldSamples(
             world_size=world.world_size,

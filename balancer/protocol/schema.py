@@ -29,7 +29,7 @@ class ColumnSchema:
     def torch_dtype(self) -> torch.dtype:
         """The element type as torch knows it."""
         dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch.dtype) or self.dtype.startswith("q"):  # quantized types are no plain numbers
             raise ProtocolError(f"column {self.name!r} has element type {self.dtype!r}, which this torch does not know")
         return dtype
 
@@ -114,9 +114,10 @@ class Schema:
 
     def empty_batch(self) -> JaggedBatch:
         """A batch of no samples with these columns."""
-        none = torch.zeros(0, dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
         columns = {
-            c.name: Column(torch.empty(0, *c.shape, dtype=c.torch_dtype), (none,) * c.num_levels) for c in self.columns
+            c.name: Column(torch.empty(0, *c.shape, dtype=c.torch_dtype, device="cpu"), (none,) * c.num_levels)
+            for c in self.columns
         }
         return JaggedBatch(columns, 0)
 
@@ -146,12 +147,12 @@ class Schema:
                 for name, dtype, shape, levels in fields["columns"]
             )
             description = fields["type"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a peer sent a description of its columns that cannot be read: {error}") from error
         for column in columns:
-            if column.num_levels not in (0, 1, 2) or any(n < 0 for n in column.shape):
+            possible = column.num_levels in (0, 1, 2) and all(0 <= n < 1 << 31 for n in column.shape)
+            if not possible or len(column.shape) > 64 or column.row_bytes > 1 << 40:
                 raise ProtocolError(f"a peer described an impossible column: {column}")
-            _ = column.torch_dtype
         if len({column.name for column in columns}) != len(columns):
             raise ProtocolError("a peer described two columns of one name")
         return cls(columns, description if isinstance(description, str) else None)

@@ -24,15 +24,17 @@ class Selection:
         lengths: Columns whose lengths add up to the UIH length; empty when the user computes it.
         candidates: Column whose lengths are the number of candidates; by default the first nested column.
         gather: Dense columns that the partitioner sees for the whole world.
+        drop_small: Drop global batches with fewer samples than ranks.
     """
 
     lengths: tuple[str, ...]
     candidates: str | None = None
     gather: tuple[str, ...] = ()
+    drop_small: bool = False
 
     def digest(self) -> int:
         """A number that differs when selections differ. Fits int64."""
-        text = repr((self.lengths, self.candidates, self.gather)).encode()
+        text = repr((self.lengths, self.candidates, self.gather, self.drop_small)).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
     def check(self, batch: JaggedBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...transport import Pending, Transport
 from ..batches.batch import JaggedBatch
+from ..errors import describe
 from ..plan import Partitioner, WorldSamples, validate_plan
 from .header import TEXT_BYTES, cut_text
 from .payload import Sections, message_bytes, pack, unpack
@@ -18,7 +20,7 @@ from .schema import Schema
 
 Int64s = NDArray[np.int64]
 
-PLANNED, PARTITIONER_FAILED, PACKING_FAILED = range(3)
+PLANNED, PARTITIONER_FAILED, PREPARING_FAILED = range(3)
 NOTE_WORDS = 3 + TEXT_BYTES // 8
 
 
@@ -29,7 +31,7 @@ class Shuffle:
         transport: Moves the messages.
         schema: The columns.
         sections: The bytes of the local batch; None without one.
-        samples: What every rank knows about the global batch.
+        samples: Works out what every rank knows about the global batch.
         buffer: Reused for what arrives, and replaced when it is too small. uint8.
     """
 
@@ -38,13 +40,13 @@ class Shuffle:
         transport: Transport,
         schema: Schema,
         sections: Sections | None,
-        samples: WorldSamples,
+        samples: Callable[[], WorldSamples],
         buffer: Tensor,
     ) -> None:
         self._transport = transport
         self._schema = schema
-        self._samples = samples
-        self._sections = Sections(schema.empty_batch(), schema) if sections is None else sections
+        self._work_out_samples = samples
+        self._local = sections
         self.buffer = buffer
         self.owners: Int64s = np.zeros(0, np.int64)
         self.error: BaseException | None = None
@@ -55,17 +57,20 @@ class Shuffle:
         Returns:
             This rank's note to all: status, digest of the plan, error text. Shape [NOTE_WORDS], int64.
         """
-        status, text = PLANNED, ""
+        status, text = PREPARING_FAILED, ""
         try:
+            self.samples = self._work_out_samples()
+            local = self._local
+            self._sections = Sections(self._schema.empty_batch(), self._schema) if local is None else local
             status = PARTITIONER_FAILED
             # Copies both ways: a partitioner may write into its argument, or keep what it returns.
-            self.owners = validate_plan(partitioner(self._samples.clone()), self._samples).numpy().copy()
-            status = PACKING_FAILED
+            self.owners = validate_plan(partitioner(self.samples.clone()), self.samples).numpy().copy()
+            status = PREPARING_FAILED
             self._size_and_pack()
             status = PLANNED
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-            text = f"{type(error).__name__}: {error}"
+            text = describe(error)
         encoded = cut_text(text)
         note = np.zeros(NOTE_WORDS, np.int64)
         note[:3] = status, self._digest(), len(encoded)
@@ -78,7 +83,7 @@ class Shuffle:
 
     def _size_and_pack(self) -> None:
         rank, size = self._transport.rank, self._transport.world_size
-        origin = self._samples.rank.numpy()
+        origin = self.samples.rank.numpy()
         here, mine = origin == rank, self.owners == rank
         self._sent = self._message_sizes(self.owners, here & ~mine, size)
         self._received = self._message_sizes(origin, mine & ~here, size)
@@ -86,12 +91,12 @@ class Shuffle:
         self._staying = np.flatnonzero(self.owners[here] == rank)
         needed = int(self._received.sum())
         if len(self.buffer) < needed:
-            self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+            self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8, device="cpu")
         self._packed = pack(self._sections, self.owners[here], rank, self._sent)
 
     def _message_sizes(self, peers: Int64s, moving: NDArray[np.bool_], size: int) -> Int64s:
         """Bytes of the message to or from each rank."""
-        payload = self._samples.payload_bytes.numpy()[moving]
+        payload = self.samples.payload_bytes.numpy()[moving]
         total = np.bincount(peers[moving], weights=payload, minlength=size).astype(np.int64)
         return message_bytes(self._schema, total, np.bincount(peers[moving], minlength=size))
 

@@ -19,11 +19,14 @@ from freescale.balancer import (
     PlanMismatch,
     ProtocolError,
     SchemaMismatch,
+    VariableBatchSize,
     WorldSamples,
     balance,
     greedy_batch_size,
 )
 from freescale.balancer.batches.batch import Column
+from freescale.balancer.protocol.protocol import Protocol
+from freescale.balancer.protocol.shuffle import Shuffle
 from freescale.transport import Transport, TransportError, connect
 
 from rank_threads import run_in_threads
@@ -289,7 +292,22 @@ def test_a_missing_column_is_named_with_those_there_are() -> None:
 
 
 def test_options_that_differ_between_ranks_are_an_error_everywhere() -> None:
-    error_everywhere(SchemaMismatch, "lengths=", lengths=by_rank(lambda rank: ["features.uih"] * (1 + rank // 2)))
+    def run(transport: Transport) -> None:
+        lengths = ["features.uih"] * (1 + transport.rank // 2)
+        loader = balance(Batches(transport.rank, 3), transport, lengths)
+        with pytest.raises(SchemaMismatch, match=f"ranks 0 and 2 .*lengths=.* rank {transport.rank} has .*features"):
+            list(loader)
+
+    run_in_threads(3, run)
+
+
+def test_drop_small_that_differs_between_ranks_is_an_error_everywhere() -> None:
+    def run(transport: Transport) -> None:
+        loader = balance(Batches(transport.rank, 3), transport, "features.uih", drop_small=transport.rank == 0)
+        with pytest.raises(SchemaMismatch, match="drop_small"):
+            list(loader)
+
+    run_in_threads(2, run)
 
 
 def test_lengths_of_another_integer_type_on_one_rank_are_no_difference() -> None:
@@ -598,3 +616,170 @@ def test_seconds_of_an_epoch_do_not_reach_the_next() -> None:
         for _ in loader:
             loader.record_seconds(1.0)
     assert seen[3] == -1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3), GeneratorExit()])
+def test_a_loader_that_raises_more_than_an_exception_is_an_error_everywhere(error: BaseException) -> None:
+    class Stops(Batches):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield batch_of(self.rank, 0, 4)
+            if self.rank == 1:
+                raise error
+            yield batch_of(self.rank, 1, 4)
+
+    def run(transport: Transport) -> None:
+        loader = balance(Stops(transport.rank, 2), transport, "features.uih")
+        with pytest.raises(PeerFailed, match=f"rank 1 failed at step 1: {type(error).__name__}"):
+            list(loader)
+
+    run_in_threads(2, run)
+
+
+def test_an_error_whose_text_cannot_be_had_is_told_by_its_type() -> None:
+    class NoText(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def partition(world: WorldSamples) -> Tensor:
+        raise NoText
+
+    error_everywhere(PeerFailed, "partitioner: NoText", partitioner=partition)
+
+
+@pytest.mark.parametrize("where", ["_world_samples", "_gather_candidates", "post"])
+def test_a_fault_of_one_rank_within_a_step_is_an_error_on_every_rank(where: str, monkeypatch: Any) -> None:
+    """Told in the note where there is one; elsewhere the rank leaves the channel, which its peers notice."""
+    owner: Any = Shuffle if where == "post" else Protocol
+    original = getattr(owner, where)
+
+    def fail(self: Any, *arguments: Any) -> Any:
+        transport = self._transport if where == "post" else self.transport
+        if transport.rank == 0:
+            raise MemoryError("no room")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, where, fail)
+
+    def run(transport: Transport) -> str:
+        loader = balance(Batches(transport.rank, 3), transport, "features.uih")
+        with pytest.raises((PeerFailed, TransportError, MemoryError)) as caught:
+            list(loader)
+        return type(caught.value).__name__
+
+    told, heard = run_in_threads(2, run, timeout_s=5)
+    assert (told, heard) in {("PeerFailed", "PeerFailed"), ("MemoryError", "TransportError")}
+
+
+def test_a_rank_whose_first_batch_is_empty_takes_the_types_of_the_others() -> None:
+    def run(transport: Transport) -> list[tuple[str, int]]:
+        empty, full = torch.tensor([]), torch.tensor([1, 2])
+        batches = [{"x": empty if transport.rank == 0 else full}, {"x": full}, {"x": full}]
+        loader = balance(batches, transport, lengths=lambda batch: torch.ones(len(batch["x"]), dtype=torch.int64))
+        return [(str(batch["x"].dtype), len(batch["x"])) for batch in loader]
+
+    for steps in run_in_threads(2, run):
+        assert {dtype for dtype, _ in steps} == {"torch.int64"}
+        assert [n for _, n in steps] == [1, 2, 2]
+
+
+def test_first_batches_that_are_empty_everywhere_decide_nothing() -> None:
+    def run(transport: Transport) -> list[str]:
+        batches = [{"x": torch.tensor([])}, {"x": torch.tensor([4])}]
+        loader = balance(batches, transport, lengths=lambda batch: torch.ones(len(batch["x"]), dtype=torch.int64))
+        with pytest.raises(SchemaMismatch, match="changed at step 1"):
+            list(loader)
+        return []
+
+    run_in_threads(2, run)
+
+
+def test_a_loader_is_iterated_only_when_an_epoch_begins() -> None:
+    class Counting:
+        epochs = 0
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            self.epochs += 1
+            return iter([batch_of(0, 0, 2)])
+
+    source = Counting()
+    loader = balance(source, connect("local"), "features.uih")
+    assert source.epochs == 0
+    list(loader)
+    list(loader)
+    assert source.epochs == 2
+
+
+def test_an_iterator_of_the_users_is_not_closed() -> None:
+    class Reader:
+        closed = False
+
+        def __init__(self) -> None:
+            self.left = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+        def __iter__(self) -> Any:
+            self.left = 2
+            return self
+
+        def __next__(self) -> dict[str, Any]:
+            assert not self.closed
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return batch_of(0, self.left, 2)
+
+        def close(self) -> None:
+            self.closed = True
+
+    loader = balance(Reader(), connect("local"), "features.uih")
+    assert [len(list(loader)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_two_threads_that_share_an_iterator_both_end() -> None:
+    iterator = balance(Batches(0, 10), connect("local"), "features.uih").with_reports()
+    taken: list[int] = []
+    threads = [threading.Thread(target=lambda: taken.append(sum(1 for _ in iterator)), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sum(taken) == 10
+    assert len(taken) == 2
+
+
+def test_another_default_device_does_not_reach_the_balancer() -> None:
+    with torch.device("meta"):
+        steps = run_in_threads(2, collect([2, 2]))
+    assert Counter(i for rank in steps for step in rank for i in step) == all_ids([2, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"partitioner": VariableBatchSize}, TypeError, "pass VariableBatchSize"),
+        ({"lengths": None}, TypeError, "lengths must be a column"),
+        ({"jagged": "l"}, TypeError, "jagged must be a dict"),
+        ({"pin_memory": True}, ValueError, "pin_memory=True needs a GPU"),
+    ],
+)
+def test_mistakes_in_arguments_are_named(options: dict[str, Any], kind: type[Exception], match: str) -> None:
+    if "pin_memory" in options and torch.cuda.is_available():
+        return
+    arguments = {"dataloader": Batches(0, 1), "transport": connect("local"), "lengths": "features.uih", **options}
+    with pytest.raises(kind, match=match):
+        balance(**arguments)
+
+
+def test_one_name_is_enough_for_gather() -> None:
+    seen: list[Tensor] = []
+
+    def watch(world: WorldSamples) -> Tensor:
+        seen.append(world.gathered["features.id"])
+        return world.rank
+
+    list(balance(Batches(0, 1), connect("local"), "features.uih", watch, gather="features.id"))
+    assert seen[0].tolist() == list(range(8))

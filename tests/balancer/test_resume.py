@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from freescale.balancer import BalancerNode, PeerFailed, VariableBatchSize, balance, read_parquet
+from freescale.balancer import BalancerNode, PeerFailed, ProtocolError, VariableBatchSize, balance, read_parquet
 from freescale.transport import Transport
 
 from rank_threads import run_in_threads
@@ -255,5 +255,77 @@ def test_what_is_no_state_is_refused() -> None:
             loader.load_state_dict({"epoch": 1})
         with pytest.raises(ValueError, match="step must be"):
             loader.load_state_dict({**loader.state_dict(), "step": -1})
+
+    run_in_threads(1, run)
+
+
+def test_states_of_other_epochs_ranks_or_worlds_are_refused() -> None:
+    states = run_in_threads(2, lambda transport: replayed(transport).state_dict())
+
+    def run(transport: Transport) -> None:
+        loader = replayed(transport)
+        with pytest.raises(ValueError, match=f"saved by rank {1 - transport.rank} of 2, but this is rank"):
+            loader.load_state_dict(states[1 - transport.rank])
+        with pytest.raises(ValueError, match="of 3, but"):
+            loader.load_state_dict({**states[transport.rank], "world_size": 3})
+        with pytest.raises(TypeError, match="NoneType"):
+            loader.load_state_dict(None)
+        with pytest.raises(ValueError, match="exhausted"):
+            loader.load_state_dict({**states[transport.rank], "exhausted": "no"})
+        loader.load_state_dict({**states[transport.rank], "epoch": transport.rank})
+        with pytest.raises(ProtocolError, match="rank 0 is in epoch 0 and rank 1 in epoch 1"):
+            take(loader, None)
+
+    run_in_threads(2, run)
+
+
+def test_a_partitioner_that_refuses_its_state_leaves_the_loader_as_it_was() -> None:
+    def run(transport: Transport) -> int:
+        source = DataLoader(Samples(transport.rank), batch_size=3, collate_fn=collate)
+        loader = balance(source, transport, "length", VariableBatchSize(autotune=True))
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match="rank_step"):
+            loader.load_state_dict({**state, "step": 2, "partitioner": {"rank_step": "wrong"}})
+        return len(take(loader, None))
+
+    assert run_in_threads(1, run) == [len(Samples(0))]
+
+
+class ShufflesByItself:
+    """Gives another order each time, and does not say so."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.rank, self.generator = rank, torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(12, generator=self.generator)
+        return iter([collate([Samples(0)[int(i)] for i in order[k : k + 3]]) for k in range(0, 12, 3)])
+
+
+def test_a_loader_that_shuffles_without_saying_so_is_found_when_it_goes_on() -> None:
+    def run(transport: Transport) -> None:
+        loader = balance(ShufflesByItself(transport.rank, 1), transport, lengths="length")
+        take(loader, 2)
+        state = loader.state_dict()
+        loader.close()
+        again = balance(ShufflesByItself(transport.rank, 2), transport, lengths="length")
+        again.load_state_dict(state)
+        with pytest.raises(PeerFailed, match="batch 1 is not what it was"):
+            take(again, None)
+
+    run_in_threads(2, run)
+
+
+def test_a_loader_that_became_shorter_is_found_when_it_goes_on() -> None:
+    def run(transport: Transport) -> None:
+        batches = [collate([Samples(0)[i]]) for i in range(6)]
+        loader = balance(batches, transport, lengths="length")
+        take(loader, 4)
+        state = loader.state_dict()
+        loader.close()
+        again = balance(batches[:2], transport, lengths="length")
+        again.load_state_dict(state)
+        with pytest.raises(PeerFailed, match="saved after 4 batches, but the loader has only 2"):
+            take(again, None)
 
     run_in_threads(1, run)
