@@ -35,7 +35,16 @@ class KeyedLeaf(Node):
 
     @classmethod
     def of(cls, keyed: Any, path: str) -> KeyedLeaf:
-        """Make the leaf of the first batch's field."""
+        """Make the leaf of the first batch's field.
+
+        Raises:
+            ValueError: It has no keys.
+        """
+        if not keyed.keys():
+            raise ValueError(
+                f"{field(path)} is a KeyedJaggedTensor without keys, which holds nothing and cannot tell how many "
+                f"samples there are: leave it out of the batch, or make it None"
+            )
         return cls(path, list(keyed.keys()), keyed.weights_or_none() is not None, keyed.lengths().dtype)
 
     @override
