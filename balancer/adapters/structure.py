@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
@@ -220,6 +221,13 @@ class DataclassNode(_Container):
     def __init__(self, path: str, kind: type, children: Sequence[tuple[Any, Node]]) -> None:
         super().__init__(path, kind, children)
         self._late = {f.name for f in dataclasses.fields(kind) if not f.init}
+        try:
+            inspect.signature(kind).bind(**{name: None for name, _ in children if name not in self._late})
+        except TypeError as error:
+            raise TypeError(
+                f"{field(path)} is of dataclass {kind.__name__}, which is made again from its fields alone, and its "
+                f"constructor asks for something else ({error}): give that a default"
+            ) from None
 
     @override
     def _keys(self, value: Any) -> list[Any]:
