@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
-from ..batches.column import Column
+from ..batches.column import MAX_DEPTH, Column
 
 
 class Parts:
@@ -69,19 +71,51 @@ class Parts:
 
     def _batch_size(self) -> int:
         sizes = self.batch_sizes | {name: column.batch_size for name, column in self._columns.items()}
-        jagged = [name for name, column in self._columns.items() if column.depth]
-        first = next(iter([*self.batch_sizes, *jagged, *sizes]), None)
-        if first is None:
+        if not sizes:
             raise ValueError("the batch holds no tensor, so it has no samples to move")
-        for name, size in sizes.items():
-            if size != sizes[first]:
-                raise ValueError(_sizes_differ(name, size, first, sizes[first]))
-        return sizes[first]
+        if len(set(sizes.values())) > 1:
+            first = self._reference(sizes)
+            odd = next(name for name, size in sizes.items() if size != sizes[first])
+            raise ValueError(self._sizes_differ(odd, first, sizes))
+        return next(iter(sizes.values()))
+
+    def _reference(self, sizes: dict[str, int]) -> str:
+        """A field with the right number of samples: one that knows it, else one of the size that most have."""
+        jagged = [name for name, column in self._columns.items() if column.depth]
+        if sure := [*self.batch_sizes, *jagged]:
+            return sure[0]
+        declared = {name: paths for name, paths in self._undeclared(sizes).items() if len(paths) == 1}
+        if declared:
+            return next(iter(declared.values()))[0]
+        counts = Counter(sizes.values())
+        return min(sizes, key=lambda name: (-counts[sizes[name]], sizes[name]))
+
+    def _undeclared(self, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+        """Dense fields whose rows are as many as the numbers in another field add up to: likely values and lengths."""
+        dense = {name: column.values for name, column in self._columns.items() if not column.depth}
+        sums = {name: int(values.to(torch.int64).sum()) for name, values in dense.items() if _could_be_lengths(values)}
+        owners: dict[str, tuple[str, ...]] = {}
+        for name in dense:
+            for lengths, total in sums.items():
+                if total == sizes[name] != sizes[lengths] and name not in owners:
+                    owners[name] = (lengths,)
+        return {name: (*owners.get(paths[0], ()), *paths)[-MAX_DEPTH:] for name, paths in owners.items()}
+
+    def _sizes_differ(self, name: str, first: str, sizes: dict[str, int]) -> str:
+        undeclared = {n: p for n, p in self._undeclared(sizes).items() if sizes[n] != sizes[first]}
+        said = {n: paths[0] if len(paths) == 1 else paths for n, paths in undeclared.items()}
+        if name in undeclared:
+            hint = f"the numbers in {undeclared[name][-1]!r} add up to that: if they are its lengths, say jagged={said}"
+        else:
+            hint = (
+                f"for the values of a jagged feature say which field holds its lengths, jagged={{{name!r}: '<path>'}}"
+            )
+        return (
+            f"field {name!r} has {sizes[name]} rows on dimension 0, field {first!r} has {sizes[first]} samples. Each "
+            f"field needs one row a sample; {hint}; anything else has to be left out of the batch"
+        )
 
 
-def _sizes_differ(name: str, size: int, first: str, expected: int) -> str:
-    return (
-        f"field {name!r} has {size} rows on dimension 0, field {first!r} has {expected} samples. Each field needs one "
-        f"row a sample. For the values of a jagged feature say which field holds its lengths: "
-        f"jagged={{{name!r}: '<its lengths>'}}; anything else has to be left out of the batch"
-    )
+def _could_be_lengths(values: Tensor) -> bool:
+    whole = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
+    return whole and values.dim() == 1 and bool((values.to(torch.int64) >= 0).all())

@@ -6,7 +6,7 @@ import gc
 import re
 import weakref
 from collections import OrderedDict, UserDict, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,6 +184,43 @@ def test_classes_derived_from_dict_keep_their_attributes_but_not_the_first_batch
     again = reordered(grouped)
     assert type(again) is defaultdict
     assert again["unheard of"] == []
+
+
+@dataclass
+class Counted:
+    dense: Tensor
+    times: Tensor = field(init=False)
+    scale: InitVar[int] = 1
+
+    def __post_init__(self, scale: int) -> None:
+        self.dense = self.dense + scale
+        self.times = self.dense * 0 + scale
+
+
+def test_a_dataclass_is_made_by_its_constructor_and_then_given_the_fields_that_are_not_its_arguments() -> None:
+    first = Counted(x(), scale=5)
+    out = reordered(first)
+    assert_same([out.dense, out.times], [moved(x() + 5) + 1, moved(x() * 0 + 5)])
+
+
+@dataclass
+class Demanding:
+    dense: Tensor
+    scale: InitVar[int]
+
+
+@dataclass(init=False)
+class Renaming:
+    dense: Tensor
+
+    def __init__(self, values: Tensor) -> None:
+        self.dense = values
+
+
+@pytest.mark.parametrize("batch", [Demanding(x(), 1), Renaming(x())], ids=lambda v: type(v).__name__)
+def test_a_dataclass_that_its_fields_cannot_make_is_refused_at_the_first_batch(batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"field 'f' is of dataclass .*constructor asks for something else"):
+        adapter_for({"f": batch})
 
 
 class Attributes(OrderedDict[str, Any]):
@@ -473,6 +510,30 @@ def test_declarations_that_do_not_fit_the_batch_are_refused(jagged: dict[str, st
         adapter_for({"page": x(), "page_len": torch.tensor([3])}, jagged)
 
 
+L = torch.tensor([4, 0, 5])
+FORGOTTEN: list[tuple[dict[str, Any], str]] = [
+    ({"page": torch.arange(9), "pl": L}, "field 'page' has 9 rows.*'pl' has 3 samples.*'pl' add.*={'page': 'pl'};"),
+    ({"pl": L, "page": torch.arange(9)}, "field 'page' has 9 rows.*'pl' has 3 samples.*'pl' add.*={'page': 'pl'};"),
+    (
+        {"page": torch.arange(9), "time": np.ones(9), "pl": L.short()},
+        "field 'page' has 9 rows.*'pl' has 3 samples.*={'page': 'pl', 'time': 'pl'};",
+    ),
+    (
+        {"w": torch.arange(5), "counts": torch.tensor([1, 1, 2]), "l": torch.tensor([0, 1, 3, 1])},
+        r"field 'w' has 5 rows.*'counts' has 3 samples.*={'w': \('counts', 'l'\), 'l': 'counts'}",
+    ),
+    ({"odd": torch.ones(9), "a": x(), "b": x()}, "field 'odd' has 9 rows.*'a' has 3 samples.*={'odd': '<path>'};"),
+    ({"a": x(), "odd": torch.ones(2), "b": x()}, "field 'odd' has 2 rows.*'a' has 3 samples.*={'odd': '<path>'};"),
+    ({"odd": torch.ones(9), "a": torch.ones(2)}, "field 'odd' has 9 rows.*'a' has 2 samples"),
+]
+
+
+@pytest.mark.parametrize(("batch", "message"), FORGOTTEN, ids=lambda v: str(v)[:40])
+def test_a_forgotten_declaration_blames_the_field_that_is_unlike_the_others(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapter_for(batch)
+
+
 def test_declared_lengths_that_do_not_fit_are_refused_at_every_batch() -> None:
     batch = {"page": x(), "page_len": torch.tensor([1, 2])}
     adapter = adapter_for(batch, {"page": "page_len"})
@@ -669,6 +730,11 @@ class TestTorchrec:
             adapter.flatten({"k": x()})
         with pytest.raises(ValueError, match=r"field 'y' has 2 rows.*field 'k' has 3 samples"):
             adapter_for({"y": torch.arange(2), "k": self.keyed()})
+        none: dict[str, Any] = {"keys": [], "values": x()[:0], "lengths": x()[:0], "weights": None}
+        with pytest.raises(ValueError, match=r"field 'k' is a KeyedJaggedTensor without keys.*leave it out"):
+            adapter_for({"k": self.keyed(**none), "y": x()})
+        with pytest.raises(ValueError, match=r"field 'k' has keys \[\], in the first batch"):
+            adapter.flatten({"k": self.keyed(**none)})
         with pytest.raises(ValueError, match="require grad"):
             adapter_for(self.keyed(values=torch.ones(6, requires_grad=True)))
 
