@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,6 @@ import torch
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton kernels are imported
-
 left_out: dict[str, int] = {}
 
 
@@ -73,11 +69,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[Path]:
 def launched(request: pytest.FixtureRequest) -> Path:
     """Only the Triton implementations."""
     return Path(request.param)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
-    config.addinivalue_line("markers", "interpreter: runs Triton kernels in Triton's interpreter, without a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
