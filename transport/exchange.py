@@ -153,7 +153,7 @@ def _lay_out(
     received_at = np.cumsum(received)
     shape = (int(received_at[-1]), *rows.shape[1:])
     received_at -= received
-    out = torch.empty(shape, dtype=rows.dtype) if out is None else _check_out(out, shape, name, rows)
+    out = torch.empty(shape, dtype=rows.dtype, device="cpu") if out is None else _check_out(out, shape, name, rows)
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
     gathers = operation == "all_gather"
     exchange = Exchange(

@@ -135,7 +135,7 @@ class _GlooTicket:
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target
         if exchange.incomplete:
-            target = torch.empty(int(received_bytes.sum()), dtype=torch.uint8)
+            target = torch.empty(int(received_bytes.sum()), dtype=torch.uint8, device="cpu")
         if exchange.incomplete or exchange.operation == "all_gather":
             # Gloo wants the pieces one after the other, this rank's own included: a gathered block is repeated.
             starts = exchange.sent_at.tolist()

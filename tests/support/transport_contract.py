@@ -251,6 +251,24 @@ def check_rows_of_another_width_are_a_mismatch(transport: Transport) -> None:
             pending.wait()
 
 
+def check_a_default_device_of_torch_changes_nothing(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    rows = torch.arange(n) + 10 * rank
+    odd = torch.zeros(n + (rank == 0), dtype=torch.int64)
+    with torch.device("meta"):
+        lane = transport.channel("default device")
+        assert lane.all_gather(rows[:1]).wait().tolist() == [10 * peer for peer in range(n)]
+        assert lane.all_to_all(rows, [1] * n, [1] * n).wait().tolist() == [10 * peer + rank for peer in range(n)]
+        if n > 1:
+            sent = [1] * (n - 1) + [1 + (rank == 0)]
+            pending = lane.all_to_all(odd, sent, [1] * n)
+            if rank in (0, n - 1):
+                with pytest.raises(SizeMismatch):
+                    pending.wait()
+            else:
+                assert pending.wait().tolist() == [0] * n
+
+
 def check_different_operations_are_an_error_on_both_sides(transport: Transport) -> None:
     if transport.world_size == 1:
         return
