@@ -191,7 +191,14 @@ class LengthsLeaf(Node):
 
     @override
     def restore(self, batch: JaggedBatch) -> Any:
-        return self._form.value(batch[self._owner].levels[self._level].to(self._dtype))
+        lengths = batch[self._owner].levels[self._level]
+        narrow = lengths.to(self._dtype)
+        if not torch.equal(narrow.to(torch.int64), lengths):
+            raise ValueError(
+                f"{field(self._path)} holds the length {int(lengths.max())}, in the first batch lengths were "
+                f"{self._dtype}: use one integer type that holds all, in every batch and on every rank"
+            )
+        return self._form.value(narrow)
 
     @override
     def describe(self) -> dict[str, Any] | None:

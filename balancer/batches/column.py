@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_DEPTH = 2
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ def checked_column(name: str, column: Column) -> Column:
     levels: list[Tensor] = []
     for level, lengths in enumerate(column.levels):
         what = f"column {name!r}: lengths of level {level}"
-        _check_lengths(what, lengths)
+        lengths = _checked_lengths(what, lengths)
         if level and len(lengths) != (total := int(levels[-1].sum())):
             raise ValueError(f"{what} must be as many as the counts above add up to, {total}, got {len(lengths)}")
-        levels.append(lengths.detach().to(torch.int64).contiguous())
+        levels.append(lengths)
     values = _checked_values(name, column.values)
     if levels and len(values) != (total := int(levels[-1].sum())):
         raise ValueError(f"column {name!r}: lengths add up to {total}, but there are {len(values)} rows of values")
@@ -181,16 +181,20 @@ def checked_column(name: str, column: Column) -> Column:
     return Column(values, tuple(levels))
 
 
-def _check_lengths(what: str, lengths: Tensor) -> None:
+def _checked_lengths(what: str, lengths: Tensor) -> Tensor:
     if not isinstance(lengths, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(lengths).__name__}")
     if lengths.dtype not in _INTEGERS:
         raise ValueError(f"{what} must be integers, got {lengths.dtype}")
     if lengths.dim() != 1:
         raise ValueError(f"{what} must have one dimension, got shape {list(lengths.shape)}")
-    if len(lengths) and int(lengths.min()) < 0:
-        row = int((lengths < 0).nonzero()[0])
-        raise ValueError(f"{what} must not be negative, got {int(lengths[row])} at row {row}")
+    wide = lengths.detach().to(torch.int64).contiguous()
+    if len(wide) and int(wide.min()) < 0:
+        row = int((wide < 0).nonzero()[0])
+        if lengths.dtype is torch.uint64:
+            raise ValueError(f"{what} must fit int64, got {int(wide[row]) + 2**64} at row {row}")
+        raise ValueError(f"{what} must not be negative, got {int(wide[row])} at row {row}")
+    return wide
 
 
 def _checked_values(name: str, values: Tensor) -> Tensor:

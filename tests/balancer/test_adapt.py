@@ -459,7 +459,7 @@ def test_flattening_shares_memory_and_restored_batches_have_their_own() -> None:
     assert_same(batch, {"a": x(), "b": np.arange(3)})
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint16, torch.uint64], ids=str)
 def test_declared_jagged_fields_move_with_their_lengths(dtype: torch.dtype) -> None:
     batch = {
         "page_len": torch.tensor([2, 0, 1], dtype=dtype),
@@ -474,6 +474,18 @@ def test_declared_jagged_fields_move_with_their_lengths(dtype: torch.dtype) -> N
     }
     assert_same(reordered(batch, jagged), expected)
     assert adapter_for(batch, jagged).flatten(batch).names == ("page", "time")
+
+
+def test_a_length_that_the_first_integer_type_cannot_hold_is_refused() -> None:
+    jagged = {"v": "n"}
+    adapter = adapter_for({"v": x(), "n": torch.tensor([1, 2], dtype=torch.uint8)}, jagged)
+    fits = adapter.flatten({"v": torch.zeros(255, dtype=torch.int64), "n": torch.tensor([255])})
+    assert_same(adapter.restore(fits)["n"], torch.tensor([255], dtype=torch.uint8))
+    wide = adapter.flatten({"v": torch.zeros(300, dtype=torch.int64), "n": torch.tensor([300])})
+    with pytest.raises(
+        ValueError, match=r"field 'n' holds the length 300, in the first batch lengths were torch\.uint8"
+    ):
+        adapter.restore(wide)
 
 
 def test_declared_nested_fields_move_with_both_lengths() -> None:

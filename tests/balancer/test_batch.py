@@ -149,10 +149,21 @@ def test_a_batch_size_that_no_column_has_is_refused() -> None:
         JaggedBatch({"a": Column(torch.arange(3))}, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+INTEGERS = [dtype for dtype in DTYPES if "int" in str(dtype)]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_lengths_of_any_integer_type_become_int64(dtype: torch.dtype) -> None:
     batch = JaggedBatch({"a": Column(torch.arange(3), (lengths(2, 1, dtype=dtype), lengths(0, 1, 2, dtype=dtype)))})
     assert [level.dtype for level in batch["a"].levels] == [torch.int64, torch.int64]
+    assert batch["a"].to_list() == [[[], [0]], [[1, 2]]]
+    assert JaggedBatch({"a": Column(x := torch.arange(0), (x.to(dtype),))}).batch_size == 0
+
+
+def test_lengths_that_do_not_fit_int64_are_refused_with_their_value() -> None:
+    wide = torch.tensor([1, 2**63 + 5], dtype=torch.uint64)
+    with pytest.raises(ValueError, match=f"column 'a'.*must fit int64, got {2**63 + 5} at row 1"):
+        JaggedBatch({"a": Column(torch.arange(3), (wide,))})
 
 
 def test_all_zero_lengths_keep_their_types() -> None:
