@@ -170,7 +170,7 @@ def _filled(name: str, array: Any, values: Tensor, fill: FillValue) -> Tensor:
 def _list(name: str, array: Any, fill: FillValue) -> Column:
     if array.null_count and fill is None:
         raise _NullFound(_first_null(array), "a null list")
-    if "view" in str(array.type):
+    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
         lengths = np.asarray(array.sizes).astype(np.int64)
     else:
         lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
@@ -210,12 +210,13 @@ def _fixed_size_list(name: str, array: Any, fill: FillValue) -> Column:
 
 
 def _text(array: Any, fill: FillValue) -> Column:
+    if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
+        array = array.cast(pa.large_binary())
     if array.null_count:
         if fill is None:
             raise _NullFound(_first_null(array), "a null string")
-        array = pc.fill_null(array, b"" if "binary" in str(array.type) else "")
-    if "view" in str(array.type):
-        array = array.cast(pa.large_binary())
+        is_bytes = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
+        array = pc.fill_null(array, b"" if is_bytes else "")
     wide = array.type in (pa.large_string(), pa.large_binary())
     _, offsets_buffer, data = array.buffers()
     if len(array) == 0 or offsets_buffer is None:

@@ -65,11 +65,34 @@ def test_lists_of_any_offset_type_become_jagged(make: Any, rows: list[list[int]]
     assert column(array).values.dtype is torch.int32
 
 
-@pytest.mark.parametrize("outer", [pa.list_, pa.large_list], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("inner", [pa.list_, pa.large_list], ids=lambda f: f.__name__)
+ANY_LIST = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
+
+
+@pytest.mark.parametrize("outer", ANY_LIST, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("inner", ANY_LIST, ids=lambda f: f.__name__)
 def test_lists_of_lists_become_nested(outer: Any, inner: Any) -> None:
     rows = [[[1, 2], []], [], [[3]], [[], [4]]]
-    assert column(pa.array(rows, outer(inner(pa.int64())))).to_list() == rows
+    array = pa.array(rows, outer(inner(pa.int64())))
+    assert column(array).to_list() == rows
+    assert column(array.slice(2)).to_list() == rows[2:]
+    with_nulls = pa.array([[[1], None], None, [[None, 2]]], outer(inner(pa.int64())))
+    assert column(with_nulls, 7).to_list() == [[[1], []], [], [[7, 2]]]
+
+
+@pytest.mark.parametrize("outer", ANY_LIST, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["view", "binary", "list_view<string_view>"])
+def test_a_field_may_be_called_like_a_type(outer: Any, name: str) -> None:
+    numbers = pa.array([[1, 2], [], None], outer(pa.field(name, pa.int64())))
+    assert column(numbers, 0).to_list() == [[1, 2], [], []]
+
+
+@pytest.mark.parametrize("outer", ANY_LIST, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "binary", "large_binary", "binary_view"])
+def test_lists_of_any_text_become_nested_and_their_nulls_are_filled(outer: Any, kind: str) -> None:
+    array = pa.array([["ab", None], [], ["c"]], outer(pa.type_for_alias(kind)))
+    assert column(array, 0).to_list() == [[[97, 98], []], [], [[99]]]
+    with pytest.raises(ValueError, match="column 'x' has a null string inside a list at row 0"):
+        column(array)
 
 
 @pytest.mark.parametrize(
