@@ -44,7 +44,8 @@ class Transport(ABC):
         world_size: Number of ranks.
         timeout_s: Deadline of every wait, in seconds.
         check_sizes: Whether ranks compare sizes before they move data. Without it a disagreement may go unnoticed, so
-            turn it off only where the ranks have compared their sizes by other means.
+            turn it off only where the ranks have compared their sizes by other means. Backends for which that would not
+            be safe (gloo), or saves nothing (threads), compare whatever is asked; it is always true there.
     """
 
     rank: int

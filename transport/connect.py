@@ -28,7 +28,8 @@ def connect(
         backend: "local" (this process alone; `local_group` makes more ranks), "process_group" (torchrun, gloo) or
             "mpi" (mpiexec).
         timeout_s: Deadline of every wait, in seconds. A peer that is later than this is an error.
-        check_sizes: Whether ranks compare sizes before they move data; see `Transport`.
+        check_sizes: Whether ranks compare sizes before they move data; see `Transport`. "local" and "process_group"
+            always do.
         group: The ranks, for "process_group"; None means all of them.
         communicator: The ranks, for "mpi"; None means COMM_WORLD.
 
@@ -57,7 +58,7 @@ def connect(
     if backend == "process_group":
         from .process_group import connect_process_group
 
-        return connect_process_group(group, timeout_s, check_sizes)
+        return connect_process_group(group, timeout_s)
     if backend == "mpi":
         from .mpi import connect_mpi
 

@@ -54,6 +54,7 @@ class HostTransport(Transport):
         with self._turn:
             self._refuse_when_closed("channel")
             check_sizes = self.check_sizes if check_sizes is None else check_sizes
+            check_sizes = check_sizes or self._wire.size_check != "if asked"
             encoded_name(name)
             wire = self._wire.split(check_sizes, self.timeout_s)
             made = open_lane(wire, name, self.rank, self.world_size, self.timeout_s, check_sizes)
@@ -107,7 +108,7 @@ class HostPending(Pending):
         self._data: Ticket | None = None
         self._mine = self._theirs = np.empty((0, 5), dtype=np.int64)
         with _Blame(self):
-            if lane.check_sizes and not lane._wire.settles_sizes:
+            if lane.check_sizes and lane._wire.size_check != "in the backend":
                 self._exchange_sizes()
 
     def test(self) -> bool:

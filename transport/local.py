@@ -13,7 +13,7 @@ from .agreement import disagreement, make_records
 from .errors import TransportError
 from .exchange import Exchange
 from .lane import HostTransport
-from .wire import Purpose, Wire
+from .wire import Purpose, SizeCheck, Wire
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class _LocalTicket:
 class LocalWire:
     """One rank's end of a meeting."""
 
-    settles_sizes = True
+    size_check: SizeCheck = "in the backend"
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self._num_channels = meeting, rank, 0

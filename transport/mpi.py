@@ -16,7 +16,7 @@ from .errors import TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
 from .mpi_parting import Kept, Parting
-from .wire import Purpose
+from .wire import Purpose, SizeCheck
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -66,7 +66,7 @@ class MpiWire:
     Communicators are never freed: MPI_Comm_free is collective, and closing is not.
     """
 
-    settles_sizes = False
+    size_check: SizeCheck = "if asked"
 
     def __init__(
         self, parting: Parting, check_sizes: bool, timeout_s: float, parent: MPI.Intracomm | None = None
@@ -244,4 +244,11 @@ def _check_environment() -> None:
 
 
 def _translate(error: MPI.Exception) -> TransportError:
+    from mpi4py import MPI
+
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
+        return TransportError(
+            "MPI: a peer sent more bytes than expected, so ranks disagree about which operation this is or about its "
+            f"size; connect with check_sizes=True to learn who and how ({error.Get_error_string()})"
+        )
     return TransportError(f"MPI: {error.Get_error_string()}")

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from .errors import TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
-from .wire import Purpose
+from .wire import Purpose, SizeCheck
 
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _c10d: Any = dist  # torch's stubs lack what is used through this name
@@ -34,13 +34,12 @@ _abandoned: list[_Gloo] = []
 _num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
-def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, check_sizes: bool) -> HostTransport:
+def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float) -> HostTransport:
     """Make the first channel between the ranks of a group; collective. The group itself carries nothing of ours.
 
     Args:
         group: The ranks; None means all of them. Its backend does not matter: ours is gloo.
         timeout_s: Deadline of every wait, in seconds.
-        check_sizes: Whether ranks compare sizes first.
 
     Raises:
         Unavailable: torch.distributed is not initialised, or this is a DataLoader worker.
@@ -63,7 +62,7 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
     place = _Place(store, f"{prefix}/{number}", rank, len(members))
-    return open_lane(GlooWire(place, check_sizes, timeout_s), "main", rank, len(members), timeout_s, check_sizes)
+    return open_lane(GlooWire(place, timeout_s), "main", rank, len(members), timeout_s, True)
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,22 @@ class _Place:
 
 
 class GlooWire:
-    """Gloo groups of our own: one for data and, where sizes are compared, one for sizes.
+    """Gloo groups of our own: one for data and one for sizes.
 
     Gloo has no gather of uneven blocks and refuses some dtypes, but its uneven all-to-all of bytes does everything
     asked of it here. Two groups, because the order of sizes and data of several exchanges differs between ranks.
+    A message that is longer than its receiver expects is an exception in a thread of gloo's own, which ends the
+    receiver's process. So sizes are always compared, in messages whose length is fixed.
     """
 
-    settles_sizes = False
+    size_check: SizeCheck = "always"
 
-    def __init__(self, place: _Place, check_sizes: bool, timeout_s: float) -> None:
+    def __init__(self, place: _Place, timeout_s: float) -> None:
         self._place, self._num_channels = place, 0
-        self._groups: dict[Purpose, _Gloo] = {"data": place.make_group("data", timeout_s)}
-        if check_sizes:
-            self._groups["sizes"] = place.make_group("sizes", timeout_s)
+        self._groups: dict[Purpose, _Gloo] = {
+            "data": place.make_group("data", timeout_s),
+            "sizes": place.make_group("sizes", timeout_s),
+        }
         self._under_way: list[_GlooTicket] = []
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:
@@ -115,9 +117,10 @@ class GlooWire:
 
     def split(self, check_sizes: bool, timeout_s: float) -> GlooWire:
         """See `Wire.split`."""
+        assert check_sizes, "a lane over a wire that always compares sizes asks for it"
         self._num_channels += 1
         place = replace(self._place, prefix=f"{self._place.prefix}/{self._num_channels}")
-        return GlooWire(place, check_sizes, timeout_s)
+        return GlooWire(place, timeout_s)
 
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`. Dropping a group waits for what is under way in it, so such a group is kept."""

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from .exchange import Exchange
 
 Purpose = Literal["sizes", "data"]
+SizeCheck = Literal["if asked", "always", "in the backend"]
 
 
 class Ticket(Protocol):
@@ -26,10 +27,11 @@ class Wire(Protocol):
     """A backend's lane between the ranks. Calls come from one thread at a time.
 
     Attributes:
-        settles_sizes: The backend compares sizes by itself, in both ranks, whatever is asked.
+        size_check: Whether ranks compare sizes over this wire: "if asked" for; "always", because the backend does not
+            survive a disagreement; or "in the backend", which compares by itself in both ranks, whatever is asked.
     """
 
-    settles_sizes: bool
+    size_check: SizeCheck
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
         """Begin to move bytes. Ranks begin the exchanges of one purpose in the same order; purposes are independent."""

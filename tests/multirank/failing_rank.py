@@ -29,6 +29,8 @@ def fail(how: str, transport: Transport) -> None:
         thread.join()
     if how == "mismatch":
         transport.all_gather(torch.zeros(1), [2, 1, 1]).wait()
+    if how == "unchecked mismatch":
+        transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(712), [536, 712, 536]).wait()
     if how == "stuck thread":
         lane = transport.channel("never answered")
         threading.Thread(target=lambda: lane.all_gather(torch.zeros(1)).wait(), daemon=False).start()
@@ -52,6 +54,8 @@ def main(backend: str, how: str, timeout_s: str) -> None:
             fail(how, transport)
         elif how == "stuck thread":
             transport.channel("never answered")
+        elif how == "unchecked mismatch":
+            transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(536)).wait()
         transport.all_gather(torch.zeros(1)).wait()
         transport.all_gather(torch.zeros(1)).wait()
     except TransportError as error:

@@ -93,6 +93,21 @@ def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_i
     assert "all_gather #3" in reported(done, 2), "it got the rows of the exchange in which the others disagreed"
 
 
+@BACKENDS
+def test_ranks_that_trust_sizes_and_disagree_get_an_error_and_not_an_abort(backend: str) -> None:
+    done = fail(backend, "unchecked mismatch")
+    assert not done.timed_out, done.explain()
+    assert "terminate called" not in "".join(done.errors), done.explain()
+    for rank in (0, 2):
+        text = reported(done, rank)
+        if backend == "process_group":
+            assert text.startswith("SizeMismatch")
+            assert f"rank {rank} expected 536 rows from rank 1, got 712" in text
+        else:
+            assert text.startswith("TransportError")
+            assert "ranks disagree about which operation this is or about its size" in text
+
+
 def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang() -> None:
     done = fail("mpi", "exit")
     assert done.returncode != 0
