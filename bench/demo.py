@@ -12,13 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
 from .arguments import at_least_one
+from .demo_data import checked_metadata, choose_columns, in_row_groups
 from .demo_rank import Settings
 from .demo_report import (
     compute_seconds,
@@ -35,13 +34,15 @@ from .demo_report import (
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch, tracebacks
 from .partitioners import BUILT_IN, load_partitioner
-from .roles import Roles, infer_roles
+from .roles import infer_roles
 from .synthetic import write_synthetic
 from .tables import Table, print_table, write_result
 from .timeline import draw_timelines
 
 _TOKENS_PER_RANK = 12_000  # of a step, when the batch size is left to us
 _LARGEST_BATCH = 512
+_SYNTHETIC_BATCH = 24
+_FEWEST_STEPS = 4  # that a file must have samples for
 
 _EPILOG = """\
 examples:
@@ -52,8 +53,12 @@ examples:
 
 columns of DATA, unless named: the history is the list of integers whose name holds uih, hist or seq, else the
 longest; the label is the list whose name holds label, click or target; the candidates are a list of integers
-as long as the label in every row. Without candidates and label, the task is to tell the last item of a history.
-All columns travel with their samples.
+as long as the label in every row. Else the label is a column of such a name with one number from 0 to 1 a row;
+the candidate is then the column of integers whose name holds cand or item, if there is one. Without a label the
+task is to tell the last item of a history. All columns travel with their samples; those that a batch cannot hold
+(decimals, structs, nulls) are left out where the model does not read them.
+
+with make: make demo DATA=clicks.parquet ARGS="--label clicked --ranks 2"
 """
 
 
@@ -114,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--partitioner", default="greedy_batch_size", help=f"{', '.join(BUILT_IN)}, or module:function")
     add("--transport", choices=TRANSPORTS, default="mpi", help="mpi (default), or process_group (torchrun, gloo)")
     add("--uih", metavar="COLUMN", help="the history: lists of integers")
-    add("--candidates", metavar="COLUMN", help="what is scored: lists of integers")
-    add("--label", metavar="COLUMN", help="over 0 for candidates that were taken: as long as the candidates")
-    add("--columns", metavar="A,B,…", help="columns to read (default all)")
+    add("--candidates", metavar="COLUMN", help="what is scored: lists of integers, or one a row")
+    add("--label", metavar="COLUMN", help="over 0 for what was taken: as long as the candidates, or one a row")
+    add("--columns", metavar="A,B,…", help="columns to read (default: all that can be)")
     add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -128,25 +133,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(options: argparse.Namespace, console: Console) -> Settings:
-    """Find or make the data, choose roles and batch size, and say so."""
+    """Find or make the data, choose roles, columns and batch size, and say so."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
     given = options.named_data or options.data
-    if given is None:
-        batch_size = options.batch_size or 24
-        path = _synthetic(options, batch_size, console)
-    else:
-        path = _readable(Path(given), options, console)
+    path = _synthetic(options, options.batch_size or _SYNTHETIC_BATCH, console) if given is None else Path(given)
+    num_rows = checked_metadata(path, options.ranks).num_rows
     roles = infer_roles(path, options.uih, options.candidates, options.label)
-    if given is not None:
-        fitting = round(_TOKENS_PER_RANK / max(roles.mean_length, 1))
-        batch_size = options.batch_size or min(max(fitting, 1), _LARGEST_BATCH)
-    columns = options.columns.split(",") if options.columns else None
-    _check_columns(columns, roles)
-    read_parquet(path, batch_size, columns)  # names and types are refused here, not on every rank
-    console.print(f"data {path}: {pq.read_metadata(path).num_rows:,} rows, {roles.mean_length:,.0f} tokens on average")
-    console.print(f"columns: {roles.describe()}")
-    console.print(
-        f"{options.ranks} ranks over {options.transport}, {batch_size} samples each a step, {options.partitioner}\n"
-    )
+    roles, columns = choose_columns(path, roles, options.columns.split(",") if options.columns else None, say)
+    path = in_row_groups(path, columns, options.ranks, options.output, say)
+    fitting = min(round(_TOKENS_PER_RANK / max(roles.mean_length, 1)), _LARGEST_BATCH, num_rows // options.ranks)
+    batch_size = options.batch_size or (_SYNTHETIC_BATCH if given is None else max(fitting, 1))
+    read_parquet(path, batch_size, columns)  # what else is wrong is refused here, not on every rank
+    say(f"data {path}: {num_rows:,} rows, {roles.mean_length:,.0f} tokens on average")
+    say(f"columns: {roles.describe()}")
+    say(f"{options.ranks} ranks over {options.transport}, {batch_size} samples each a step, {options.partitioner}")
+    if num_rows < _FEWEST_STEPS * options.ranks * batch_size:
+        say(
+            f"warning: {num_rows:,} rows are too few to show much: fewer than {_FEWEST_STEPS} steps of "
+            f"{options.ranks} x {batch_size} samples, so the same ones come again and again"
+        )
+    say("")
     return Settings(
         str(path), columns, roles, options.steps, batch_size, options.partitioner, options.transport, options.seed
     )
@@ -164,34 +173,6 @@ def _synthetic(options: argparse.Namespace, batch_size: int, console: Console) -
                 path, num_samples, num_row_groups, options.seed, advance=lambda n: progress.advance(task, n)
             )
     return path
-
-
-def _readable(path: Path, options: argparse.Namespace, console: Console) -> Path:
-    """Check a user's file; one with fewer row groups than ranks is copied into as many, since ranks read those."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file")
-    try:
-        metadata = pq.read_metadata(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    if metadata.num_row_groups >= options.ranks:
-        return path
-    if metadata.num_rows < options.ranks:
-        raise ValueError(f"{path} must have a row for each of {options.ranks} ranks, it has {metadata.num_rows}")
-    copy: Path = options.output / f"{path.stem}-{options.ranks}-row-groups.parquet"
-    console.print(f"{path} has {metadata.num_row_groups} row group(s), fewer than ranks; copied to {copy}")
-    size = metadata.num_rows // options.ranks
-    with pq.ParquetFile(path) as file, pq.ParquetWriter(copy, file.schema_arrow) as writer:
-        for batch in file.iter_batches(batch_size=size):
-            writer.write_batch(batch, row_group_size=size)
-    return copy
-
-
-def _check_columns(columns: list[str] | None, roles: Roles) -> None:
-    used = [roles.uih, *roles.uih_sides, roles.candidates, roles.label, *roles.contents]
-    missing = [n for n in used if n is not None and columns is not None and n not in columns]
-    if missing:
-        raise ValueError(f"--columns lacks {', '.join(missing)}, which the model reads")
 
 
 # ---- training ----------------------------------------------------------------------------------------------------

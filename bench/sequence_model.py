@@ -32,6 +32,8 @@ class SequenceModel(nn.Module):
         self.items = _table(num_rows, width)
         self.sides = nn.ModuleDict({name: nn.Linear(1, width, bias=False) for name in roles.uih_sides})
         self.contents = nn.ModuleDict({name: _table(num_rows, width) for name in roles.contents})
+        if roles.label is not None and roles.candidates is None:
+            self.question = nn.Parameter(torch.randn(width) * width**-0.5)  # the candidate of every sample
         self.attention = JaggedAttention(width, num_heads)
         self.mix = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.score = nn.Sequential(nn.Linear(3 * width, width), nn.GELU(), nn.Linear(width, 1))
@@ -78,15 +80,19 @@ class SequenceModel(nn.Module):
 
     def _candidates(self, batch: JaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Embed the candidates; returns them with their number in each sample and their labels."""
-        if self.roles.candidates is None or self.roles.label is None:
+        if self.roles.label is None:
             return self._last_items(batch[self.roles.uih])
+        labels = (batch[self.roles.label].values > 0).float()
+        one_each = torch.ones(batch.batch_size, dtype=torch.int64)
+        if self.roles.candidates is None:
+            return self.question.expand(batch.batch_size, -1), one_each, labels
         column = batch[self.roles.candidates]
         embedded = self.items(self._rows(column.values))
         for name, table in self.contents.items():
             content = batch[name]
             rows = torch.remainder(content.values.long(), self.items.num_embeddings)
             embedded = embedded + _mean_by_segment(table(rows), content.levels[1])
-        return embedded, column.levels[0], (batch[self.roles.label].values > 0).float()
+        return embedded, column.levels[0] if column.levels else one_each, labels
 
     def _last_items(self, column: Column) -> tuple[Tensor, Tensor, Tensor]:
         """Make two candidates of each history: its last item, and another that the last one determines."""

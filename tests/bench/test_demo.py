@@ -77,6 +77,32 @@ def test_a_file_with_nothing_but_a_history_trains_too(tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert "fewer than ranks; copied to" in printed
     assert "the last item of each history" in printed
+    assert "warning: 11 rows are too few to show much" in printed
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["demo-row-groups.parquet", "demo.png"]
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(120)
+def test_a_file_with_one_label_a_row_trains_and_leaves_out_what_it_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {
+        "hist": [[n % 7] * (n % 5) for n in range(64)],
+        "clicked": [n % 2 == 0 for n in range(64)],
+        "price": pa.array([None] * 64, pa.decimal128(8, 2)),
+        "city": ["Ulm"] * 60 + [None] * 4,
+        "watched": [[1.0] * (n % 5) for n in range(63)] + [None],
+    }
+    path = _file(tmp_path / "mine.parquet", columns)
+    assert demo.main([*TINY, str(path), "--output", str(tmp_path / "out"), "--json", str(tmp_path / "found.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "label clicked of each sample" in printed
+    assert "left out, since the model can do without: price is of type decimal128(8, 2); city has nulls" in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["settings"]["columns"] == ["hist", "clicked"]
+    runs = found["runs"]
+    np.testing.assert_allclose(runs["balanced"]["loss"], runs["as_loaded"]["loss"], rtol=1e-4)
+    assert 0.3 < runs["balanced"]["loss"][0][0] < 1.5, "the mean over samples"
 
 
 @pytest.mark.multirank
@@ -102,6 +128,24 @@ MISTAKES = {
     ),
     "no list": (["small.parquet", "--uih", "user_id"], "uih must name a column of lists of integers"),
     "label without candidates": (["small.parquet", "--label", "uih_time"], "candidates must be named too"),
+    "candidate without label": (["small.parquet", "--candidates", "user_id"], "label must be named too"),
+    "no history": (
+        ["flat.parquet"],
+        "none is a list of integers; the file has a (int64), text (list<element: string>)",
+    ),
+    "nulls in the history": (
+        ["nulls.parquet", "--uih", "h"],
+        "the model reads column 'h', and it has nulls (the first one in rows 0",
+    ),
+    "nulls in an item": (["nulls.parquet", "--uih", "i"], "the model reads column 'i', and it has nulls"),
+    "nulls in a column asked for": (
+        ["nulls.parquet", "--uih", "ok", "--columns", "ok,h"],
+        "--columns names 'h', and it",
+    ),
+    "a column asked for is not there": (
+        ["nulls.parquet", "--uih", "ok", "--columns", "ok,x"],
+        "--columns names x; the",
+    ),
     "column left out": (["small.parquet", "--columns", "user_id,uih_page"], "--columns lacks uih_time, candidate_page"),
     "unknown extra column": (["small.parquet", "--uih", "uih_page", "--columns", "*,x"], "--columns lacks"),
     "unknown partitioner": (["--partitioner", "greedy"], "partitioner must be one of fixed_batch_size"),
@@ -117,12 +161,15 @@ def test_a_mistake_gives_one_clear_line(
     monkeypatch.chdir(tmp_path)
     write_synthetic(Path("small.parquet"), 8, 2, length_scale=0.001)
     Path("text.txt").write_text("not Parquet")
+    _file(Path("flat.parquet"), {"a": [1] * 4, "text": [["x"]] * 4})
+    _file(Path("nulls.parquet"), {"h": [[1], None, [2], []], "i": [[1, None]] * 4, "ok": [[1], [], [2], []]})
     arguments, expected = MISTAKES[name]
     assert demo.main(["--ranks", "2", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert expected in error
     assert error.count("\n") == 1
+    assert not Path("out", "demo-row-groups.parquet").exists(), "refused before anything is copied"
 
 
 def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,6 +291,26 @@ def test_without_telling_names_the_longest_list_is_the_history(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        ({"label": [0, 1]}, {}, (None, "label")),
+        ({"is_click": [True, False]}, {}, (None, "is_click")),
+        ({"label": [0.5, 1.0], "item": [8, 9]}, {}, ("item", "label")),
+        ({"label": [1, 5]}, {}, (None, None)),  # a rating: what was taken must be said
+        ({"label": [1, 5]}, {"label": "label"}, (None, "label")),
+        ({"target_item": [70, 80]}, {}, (None, None)),
+        ({"page": [8, 9], "seen": [0, 1]}, {"candidates": "page", "label": "seen"}, ("page", "seen")),
+        ({"click": [0, 1], "label": [[0], [1]], "cands": [[8], [9]]}, {}, ("cands", "label")),
+    ],
+)
+def test_a_label_of_one_number_a_row_is_found(
+    columns: dict[str, Any], options: dict[str, str], expected: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    roles = infer_roles(_file(tmp_path / "d.parquet", {"hist": [[1, 2], [3, 4, 5]]} | columns), **options)
+    assert (roles.candidates, roles.label) == expected
+
+
+@pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
         ({"a": [1, 2]}, {}, "no column can be the history"),
@@ -255,6 +322,12 @@ def test_without_telling_names_the_longest_list_is_the_history(tmp_path: Path) -
             "candidates 'a' and label 'b' must have the same lengths",
         ),
         ({"a": pa.array([], pa.list_(pa.int64()))}, {}, "has no rows"),
+        ({"h": [[1]], "x": [0.5], "y": [1]}, {"candidates": "x", "label": "y"}, "candidates 'x' must be integers"),
+        (
+            {"h": [[1]], "x": [5], "y": ["no"]},
+            {"candidates": "x", "label": "y"},
+            "label 'y' must be numbers, one a row",
+        ),
     ],
 )
 def test_columns_that_cannot_play_a_role_are_named(

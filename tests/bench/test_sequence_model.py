@@ -68,6 +68,25 @@ def test_scores_do_not_depend_on_the_batch_a_sample_is_in(path: Path, next_item:
     assert [model.num_items(batch) for batch in _batches(path, 6)] == [len(logits) for logits, _ in whole]
 
 
+@pytest.mark.parametrize("candidates", [None, "item"])
+def test_a_label_of_one_number_a_row_gives_one_score_a_sample(candidates: str | None) -> None:
+    histories = pa.array([[5, 6], [], [9], [5, 6]], pa.list_(pa.int64()))
+    batch = JaggedBatch.from_arrow(
+        pa.table({"uih": histories, "item": [1, 2, 3, 4], "label": [True, False, True, True]})
+    )
+    model = SequenceModel(Roles("uih", candidates=candidates, label="label"))
+    logits, labels = model(batch)
+    assert labels.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert logits.shape == (4,)
+    assert model.num_items(batch) == 4
+    assert torch.isclose(logits[0], logits[3]).item() == (candidates is None), (
+        "the same history, with another candidate or none"
+    )
+    assert not torch.isclose(logits[0], logits[2])
+    logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_the_last_item_is_hidden_from_the_model_that_is_to_tell_it() -> None:
     model = SequenceModel(Roles("uih"))
     history, lengths = model._history(_history([[5, 6, 7], [], [9]]))
