@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         rank: This process.
         world_size: Number of processes that share the files.
         names: Columns that are read.
+        shuffles: Whether row groups are dealt anew each epoch, so that another epoch has another order.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self.paths = _found(path)
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
-        self._drop_last, self._shuffle, self._seed = drop_last, shuffle, seed
+        self.shuffles = shuffle
+        self._drop_last, self._seed = drop_last, seed
         self._fill_value, self._use_threads = fill_value, use_threads
         self._groups: list[_RowGroup] = []
         self._files: list[list[Any]] = []
@@ -77,22 +80,24 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self._newest: object = None
 
     def _add_file(self, path: str, read_all: bool) -> pa.Schema:
-        with _opened(path) as file:
-            schema, metadata = file.schema_arrow.remove_metadata(), file.metadata
+        with _opened(path) as file, _naming(f"cannot read {path} as Parquet"):
+            schema, num_rows = file.schema_arrow.remove_metadata(), file.metadata.num_rows
+            names = list(schema.names)
+            groups = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+            if min(groups, default=0) < 0 or sum(groups) != num_rows:
+                raise ValueError(f"its row groups have {groups[:10]} rows, in all it says {num_rows}")
         if read_all and not self._files:
-            self.names = tuple(schema.names)
-        check_names(list(self.names), schema.names, path)
-        self._files.append([os.path.basename(path), metadata.num_rows, metadata.num_row_groups])
-        for index in range(metadata.num_row_groups):
-            num_rows = metadata.row_group(index).num_rows
-            if num_rows:  # an empty one would take a rank's turn
-                self._groups.append(_RowGroup(path, index, num_rows))
+            self.names = tuple(names)
+        check_names(list(self.names), names, path)
+        self._files.append([os.path.basename(path), num_rows, len(groups)])
+        # an empty row group would take a rank's turn
+        self._groups += [_RowGroup(path, index, size) for index, size in enumerate(groups) if size]
         return pa.schema([schema.field(name) for name in self.names])
 
     def _share(self, epoch: int) -> list[_RowGroup]:
         """Row groups of this rank (and DataLoader worker) in an epoch, in order."""
         order = list(range(len(self._groups)))
-        if self._shuffle:
+        if self.shuffles:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
         worker = get_worker_info()
@@ -184,12 +189,15 @@ class ParquetSource(IterableDataset[JaggedBatch]):
                 file.close()
 
     def _read(self, file: Any, group: _RowGroup) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from file.iter_batches(
+        num_rows = 0
+        with _naming(f"cannot read row group {group.index} of {group.path}"):
+            for piece in file.iter_batches(
                 self.batch_size, row_groups=[group.index], columns=list(self.names), use_threads=self._use_threads
-            )
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"cannot read row group {group.index} of {group.path}: {error}") from error
+            ):
+                num_rows += len(piece)
+                yield piece
+            if num_rows != group.num_rows:
+                raise ValueError(f"it has {num_rows} rows where the file says {group.num_rows}")
 
     def state_dict(self) -> dict[str, Any]:
         """Say where the next batch starts. After the end of an epoch that is the start of the next one."""
@@ -207,7 +215,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             "files": self._files,
             "rank": self.rank,
             "world_size": self.world_size,
-            "shuffle": self._shuffle,
+            "shuffle": self.shuffles,
             "seed": self._seed,
         }
 
@@ -217,7 +225,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         Batch size and columns may differ from those it was taken with.
 
         Raises:
-            ValueError: The state is of other files, another rank, world size or order of row groups; says which.
+            ValueError: The state is of other files, another rank, world size or order of row groups, or names a place
+                that is not in them; says which. Nothing has changed then.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"state version must be {_STATE_VERSION}, got {state.get('version')!r}")
@@ -226,10 +235,32 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             if there != here:
                 detail = _first_difference(there, here) if key == "files" else f"{there!r}, here it is {here!r}"
                 raise ValueError(f"the state was taken with another {key}: {detail}")
-        self._start_epoch(int(state["epoch"]))
-        self._group, self._row = int(state["group"]), int(state["row"])
-        self._rows_read = int(state["rows_read"])
+        epoch, group, row, rows_read = self._checked_position(state)
+        self._start_epoch(epoch)
+        self._group, self._row, self._rows_read = group, row, rows_read
         self._newest = None
+
+    def _checked_position(self, state: Mapping[str, Any]) -> tuple[int, int, int, int]:
+        epoch, group, row, rows_read = (_checked_count(state, key) for key in ("epoch", "group", "row", "rows_read"))
+        share = self._share(epoch)
+        if group > len(share):
+            raise ValueError(
+                f"group of the state must be at most {len(share)}, the row groups of this rank, got {group}"
+            )
+        most = share[group].num_rows if group < len(share) else 0
+        if row > most:
+            raise ValueError(f"row of the state must be at most {most}, the rows of row group {group}, got {row}")
+        behind = sum(one.num_rows for one in share[:group]) + row
+        if rows_read != behind:
+            raise ValueError(f"rows_read of the state must be {behind}, the rows before group and row, got {rows_read}")
+        return epoch, group, row, rows_read
+
+
+def _checked_count(state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{key} of the state must be an integer of at least 0, got {value!r}")
+    return value
 
 
 def _check_same_types(path: str, schema: pa.Schema, first_path: str, first: pa.Schema) -> None:
@@ -266,13 +297,23 @@ def _found(path: PathLike | Sequence[PathLike]) -> list[str]:
     return files
 
 
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn all that Arrow raises on a damaged file, which need not be its own errors, into one that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError, pa.ArrowException) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def _opened(path: str) -> Any:
     try:
-        return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(f"no Parquet file at {path!r}") from error
-        raise ValueError(f"cannot read {path} as Parquet: {error}") from error
+        with _naming(f"cannot read {path} as Parquet"):
+            return pq.ParquetFile(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no Parquet file at {path!r}") from error
 
 
 def read_parquet(

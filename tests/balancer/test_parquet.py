@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -172,6 +173,50 @@ def test_a_state_of_something_else_is_refused_and_says_what_differs(folder: Path
         read_parquet(folder, 4).load_state_dict({})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 99}, "group of the state must be at most 5, the row groups of this rank, got 99"),
+        ({"group": -3}, "group of the state must be an integer of at least 0, got -3"),
+        ({"row": 10**9}, r"row of the state must be at most 2, the rows of row group 1, got 1000000000"),
+        ({"group": 5, "row": 1}, "row of the state must be at most 0, the rows of row group 5, got 1"),
+        ({"row": -1}, "row of the state must be an integer of at least 0, got -1"),
+        ({"row": 1.0}, r"row of the state must be an integer of at least 0, got 1\.0"),
+        ({"epoch": -1}, "epoch of the state must be an integer"),
+        ({"epoch": True}, "epoch of the state must be an integer"),
+        ({"epoch": 2**80}, "epoch of the state must be an integer"),
+        ({"rows_read": None}, "rows_read of the state must be an integer of at least 0, got None"),
+        ({"rows_read": 9}, "rows_read of the state must be 8, the rows before group and row, got 9"),
+        ({"group": 0}, "rows_read of the state must be 1, the rows before group and row, got 8"),
+    ],
+)
+def test_a_state_of_a_place_that_is_not_there_is_refused_and_changes_nothing(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    def source() -> ParquetSource:
+        return read_parquet(folder, 4, rank=1, world_size=2)
+
+    taken = source()
+    head = ids(itertools.islice(taken, 2))
+    state = taken.state_dict()
+    assert (state["group"], state["row"], state["rows_read"]) == (1, 1, 8)
+    before = taken.state_dict()
+    with pytest.raises(ValueError, match=message):
+        taken.load_state_dict(state | changes)
+    assert taken.state_dict() == before
+    del before["row"]
+    with pytest.raises(ValueError, match="row of the state must be an integer of at least 0, got None"):
+        taken.load_state_dict(before)
+    resumed = source()
+    resumed.load_state_dict(state)
+    assert head + ids(resumed) == ids(source())
+
+
+def test_a_source_says_whether_it_shuffles(folder: Path) -> None:
+    assert not read_parquet(folder, 4).shuffles
+    assert DataLoader(read_parquet(folder, 4, shuffle=True), batch_size=None).dataset.shuffles  # type: ignore[attr-defined]  # a ParquetSource's
+
+
 def test_progress_is_known_in_rows(folder: Path) -> None:
     source = read_parquet(folder, 10)
     assert (source.num_rows, source.rows_read) == (NUM_ROWS, 0)
@@ -246,6 +291,32 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot read .*broken\.parquet as Parquet"):
             read_parquet(path, 4)
+
+
+def test_a_column_name_that_is_no_text_any_more_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.parquet"
+    pq.write_table(pa.table({"some_id": [1, 2]}), path, store_schema=False)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"some_id", b"some\xff\xfed"))
+    with pytest.raises(ValueError, match=r"cannot read .*damaged\.parquet as Parquet.*codec can't decode"):
+        read_parquet(path, 4)
+
+
+def test_a_file_with_any_byte_changed_is_read_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.parquet"
+    pq.write_table(table(0, 20), path, row_group_size=10)
+    data, random = path.read_bytes(), Random(0)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    for _ in range(300):
+        changed = bytearray(data)
+        changed[random.randrange(footer, len(data))] ^= 1 << random.randrange(8)
+        path.write_bytes(changed)
+        said = ""
+        try:
+            list(read_parquet(path, 4))
+        except ValueError as error:
+            said = str(error)
+        assert not said or "damaged.parquet" in said or said.startswith("column "), said
 
 
 def test_a_row_group_that_is_damaged_is_named(tmp_path: Path) -> None:
