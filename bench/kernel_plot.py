@@ -23,6 +23,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         ValueError: Nothing to draw, or the file cannot be written, or its ending names no picture format.
     """
     rows, lengths = outcomes[0].rows, outcomes[0].lengths
+    if scaled := [o.lengths for o in outcomes if not o.lengths.startswith("long")]:
+        lengths = scaled[0]
     kinds = {o.rows for o in outcomes}
     rows = "int64" if "int64" in kinds else rows
     shown = [o for o in outcomes if (o.rows, o.lengths) == (rows, lengths) and o.correct]
@@ -41,6 +43,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
             axes.set_title(operation)
             axes.set_xlabel("world size")
             axes.set_yscale("log")
+            axes.xaxis.set_major_formatter("{x:.0f}")
         panels[0].set_ylabel("ms")
         panels[-1].legend(fontsize="small")
         try:

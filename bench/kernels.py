@@ -214,9 +214,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             if title not in tables:
                 for table in list(tables.values())[-1:]:
                     print_table(table, console)
-                _save(options.json, outcomes)
                 tables[title] = _table(title, options.device)
             _add(tables[title], found)
+            _save(options.json, outcomes)
     except KeyboardInterrupt:
         interrupted = True
     for table in list(tables.values())[-1:]:
