@@ -25,8 +25,8 @@ def run(backend: str, trouble: str, *, recovery: bool = False) -> Launched:
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
-        ("loader raises", "PeerFailed: rank 1 failed at step 3: OSError: disk on fire"),
-        ("partitioner differs", r"PlanMismatch: step 0: .* on ranks \[1\]"),
+        ("loader raises", "rank 1 failed at step 3: OSError: disk on fire"),
+        ("partitioner differs", r"step 0: .* on ranks \[1\]"),
     ],
 )
 def test_every_rank_says_which_rank_failed_and_why(backend: str, trouble: str, message: str) -> None:
@@ -40,8 +40,8 @@ def test_every_rank_says_which_rank_failed_and_why(backend: str, trouble: str, m
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
-        ("trainer raises", "PeerFailed: rank 1 failed at step .*: RuntimeError: loss is NaN|PeerClosed: rank 1"),
-        ("exits", "PeerClosed: rank 1 stopped iterating|PeerFailed: rank 1"),
+        ("trainer raises", "rank 1 failed.*: RuntimeError: loss is NaN|PeerClosed: rank 1"),
+        ("exits", "PeerClosed: rank 1 stopped iterating|rank 1 failed"),
         ("leaves early", "PeerClosed: rank 1 stopped iterating before step"),
     ],
 )
