@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ from .demo_report import (
     losses,
     method,
     result,
-    summarise,
+    summarise_both,
     verdict,
     warm_up,
 )
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {error}\n(more in {log})\n")
             return 1
     print_table(result(runs), console)
-    for part in (f"[bold]{verdict(runs)}[/bold]", curves(runs), f"[dim]{method(runs)}[/dim]"):
+    explained = textwrap.fill(method(runs), min(console.width, 100))
+    for part in (f"[bold]{verdict(runs)}[/bold]", curves(runs), f"[dim]{explained}[/dim]"):
         console.print(part + "\n")
     _write(options, settings, runs, console)
     changed = difference(runs)
@@ -229,7 +231,7 @@ def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any]
             "environment": about,
             "settings": asdict(settings),
             "ranks": options.ranks,
-            "summary": {name: summarise(run) for name, run in runs.items()},
+            "summary": summarise_both(runs),
             "largest_loss_difference": largest_difference(runs),
             "runs": runs,
         }

@@ -24,9 +24,9 @@ _ROWS = (
     ("compute per rank and step", "{compute_ms:.1f} ms"),
     ("a step (its slowest rank)", "{step_ms:.1f} ms"),
     ("straggler percentage", "{straggler_percent:.1f} %"),
-    ("samples/s", "{samples_per_s:,.0f}"),
-    ("trainer waited for loader", "{waited_s:.3f} s ({waited_percent:.2f} %)"),
-    ("bytes shuffled per step", "{shuffled_mb_per_step:.2f} MB ({shuffled_percent:.0f} %)"),
+    ("samples/s of all ranks, at equal compute", "{samples_per_s:,.0f}"),
+    ("trainer waited for loader, each rank", "{waited_s:.3f} s ({waited_percent:.2f} %)"),
+    ("bytes shuffled per step, all ranks", "{shuffled_mb_per_step:.2f} MB ({shuffled_percent:.0f} %)"),
     ("loss, last five steps", "{final_loss:.4f}"),
 )
 
@@ -72,6 +72,20 @@ def summarise(run: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def summarise_both(runs: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Boil both runs down, with samples/s as if both had computed equally long.
+
+    Both compute on the same samples with the same weights, so what differs in compute is noise of the measurement; a
+    step of either is taken to be the mean compute of both and the run's own waiting on top.
+    """
+    figures = {name: summarise(run) for name, run in runs.items()}
+    compute_s = sum(values["compute_ms"] for values in figures.values()) / len(figures) / 1e3
+    for name, values in figures.items():
+        samples = _measured(runs[name], "samples").sum(1).mean().item()
+        values["samples_per_s"] = samples * (1 - values["straggler_percent"] / 100) / compute_s
+    return figures
+
+
 def losses(run: dict[str, Any]) -> list[float]:
     """Loss of every global batch, warm-up included."""
     return [ranks[0] for ranks in run["loss"]]
@@ -105,7 +119,7 @@ def difference(runs: dict[str, Any]) -> str | None:
 
 def result(runs: dict[str, Any]) -> Table:
     """Put the figures of both runs side by side."""
-    figures = {name: summarise(run) for name, run in runs.items()}
+    figures = summarise_both(runs)
     num_steps, world_size = compute_seconds(runs["balanced"]).shape
     table = Table(f"{world_size} ranks, {num_steps} steps after warm-up", ["", *(TITLES[name] for name in figures)])
     for label, form in _ROWS:
@@ -127,7 +141,8 @@ def curves(runs: dict[str, Any]) -> str:
 
 def verdict(runs: dict[str, Any]) -> str:
     """Say in one sentence what was gained."""
-    before, after = (summarise(runs[name]) for name in ("as_loaded", "balanced"))
+    figures = summarise_both(runs)
+    before, after = figures["as_loaded"], figures["balanced"]
     faster = after["samples_per_s"] / before["samples_per_s"]
     return (
         f"Balanced, ranks wait {after['straggler_percent']:.1f} % of a step instead of "
@@ -137,13 +152,16 @@ def verdict(runs: dict[str, Any]) -> str:
 
 def method(runs: dict[str, Any]) -> str:
     """Say what was measured and what was computed from it."""
-    world_size, num_cores = compute_seconds(runs["balanced"]).shape[1], len(os.sched_getaffinity(0))
+    num_steps, world_size = compute_seconds(runs["balanced"]).shape
+    num_cores = len(os.sched_getaffinity(0))
     return (
-        "Measured: CPU seconds of each rank's training thread in forward, backward and optimizer, since "
-        f"ranks may share cores ({num_cores} cores here, {world_size} ranks); seconds in next(loader) by the "
-        "wall clock, as the ranks ran here, and as a share of all wall time. Computed: a step lasts as long "
-        "as its slowest rank, as if each rank had a core of its own; the others wait for the difference; "
-        "samples/s follow from these steps. Gradients are averaged outside these times."
+        f"Measured, over the {num_steps} steps after warm-up: CPU seconds of each rank's training thread in forward, "
+        f"backward and optimizer, since ranks may share cores ({num_cores} cores here, {world_size} ranks); seconds in "
+        "next(loader) by the wall clock, as the ranks ran here: the sum over all steps, a mean over the ranks, and as "
+        "a share of all wall time. The least and the most loaded rank are those of each step, in the mean over the "
+        "steps. Computed: a step lasts as long as its slowest rank, as if each rank had a core of its own; the others "
+        "wait for the difference. Samples/s: both runs compute the same, so the difference in compute is noise; they "
+        "follow from the mean compute of both and each run's own waiting. Gradients are averaged outside these times."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 _PIPE_WIDTH = 140
+_LINE_WIDTH = 120
 
 
 @dataclass
@@ -65,6 +67,11 @@ def markdown(table: Table) -> str:
     return "\n".join([f"### {table.title}", "", *lines])
 
 
+def _wrapped(text: str) -> str:
+    """Break a paragraph of one line into lines; what has lines already stays."""
+    return text if "\n" in text else textwrap.fill(text, _LINE_WIDTH)
+
+
 def write_result(
     folder: Path, name: str, title: str, environment: Mapping[str, str], parts: Sequence[Table | str]
 ) -> Path:
@@ -78,7 +85,7 @@ def write_result(
     """
     path = folder / f"{datetime.now(UTC):%Y-%m-%d}-{name}.md"
     about = [f"- {key}: `{value}`" if key == "command" else f"- {key}: {value}" for key, value in environment.items()]
-    body = [part if isinstance(part, str) else markdown(part) for part in parts]
+    body = [_wrapped(part) if isinstance(part, str) else markdown(part) for part in parts]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join([f"# {title}", "\n".join(about), *body]) + "\n")

@@ -23,7 +23,7 @@ def draw_timelines(
     """Write a picture: one row a rank, compute coloured, waiting grey, as loaded over balanced; losses below.
 
     A step starts when the slowest rank has finished the one before. The steps shown are those consecutive ones whose
-    waiting, as loaded, is closest to that of the whole run.
+    waiting and saving are closest to those of the whole run.
 
     Args:
         path: PNG file to write.
@@ -37,11 +37,12 @@ def draw_timelines(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    first = typical_window(seconds_before, num_shown)
+    first = typical_window(seconds_before, seconds_after, num_shown)
     shown = slice(first, first + num_shown)
     figure, (before, after, loss) = pyplot.subplots(
-        3, 1, figsize=(11, 9), height_ratios=(3, 3, 2.2), layout="constrained"
+        3, 1, figsize=(11, 9), height_ratios=(3, 3, 2.2), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
     )
     right = 1e3 * seconds_before[shown].amax(1).sum().item()
     panels = (
@@ -65,21 +66,32 @@ def draw_timelines(
     pyplot.close(figure)
 
 
-def typical_window(seconds: Tensor, num_shown: int) -> int:
-    """First of the consecutive steps whose waiting is closest to that of the whole run.
+def typical_window(before: Tensor, after: Tensor, num_shown: int) -> int:
+    """First of the consecutive steps whose waiting, in both runs, and saving are closest to those of the whole run.
 
     Args:
-        seconds: Compute seconds. Shape [steps, world_size].
+        before: Compute seconds as loaded. Shape [steps, world_size].
+        after: The same, balanced.
         num_shown: Steps in a window; with fewer steps than that, the window starts at 0.
 
     Example:
         >>> import torch
-        >>> typical_window(torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 1.0], [2.0, 1.0]]), 2)
+        >>> before = torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
+        >>> typical_window(before, torch.full((4, 2), 1.25), 2)
         1
     """
-    windows = range(max(1, len(seconds) - num_shown + 1))
-    overall = straggler_percentage(seconds)
-    return min(windows, key=lambda i: abs(straggler_percentage(seconds[i : i + num_shown]) - overall))
+
+    def figures(first: int, last: int) -> list[float]:
+        shown, balanced = before[first:last], after[first:last]
+        saved = 100 * (1 - (balanced.amax(1).sum() / shown.amax(1).sum()).item())
+        return [straggler_percentage(shown), straggler_percentage(balanced), saved]
+
+    overall = figures(0, len(before))
+    windows = range(max(1, len(before) - num_shown + 1))
+    return min(
+        windows,
+        key=lambda i: sum(abs(a - b) for a, b in zip(figures(i, i + num_shown), overall, strict=True)),
+    )
 
 
 def _draw_ranks(axes: Any, milliseconds: Tensor, first_step: int) -> None:
@@ -104,19 +116,21 @@ def _draw_ranks(axes: Any, milliseconds: Tensor, first_step: int) -> None:
 
 
 def _mark_saving(axes: Any, ends: float, ended: float) -> None:
-    """Show how much sooner the same steps are done, where there is room for it."""
+    """Show how much sooner the steps shown are done; the words end with the arrow where that is short."""
     if ended <= ends:
         return
     axes.axvline(ended, color=_INK, linewidth=0.8, linestyle=":")
     middle = axes.get_ylim()[0] / 2 - 0.25
     axes.annotate("", (ends, middle), (ended, middle), arrowprops={"arrowstyle": "<->", "color": _INK})
+    narrow = ended - ends < 0.15 * axes.get_xlim()[1]
     axes.text(
-        (ends + ended) / 2,
+        ended if narrow else (ends + ended) / 2,
         middle - 0.1,
-        f"{100 * (1 - ends / ended):.0f} %\nsooner",
-        ha="center",
+        f"{100 * (1 - ends / ended):.0f} % sooner\nin these steps",
+        ha="right" if narrow else "center",
         va="bottom",
         fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
     )
 
 

@@ -19,9 +19,10 @@ import torch
 from freescale.balancer import sparsity
 from freescale.bench import demo, launch, loader_overhead
 from freescale.bench.demo_rank import MEASURES
-from freescale.bench.demo_report import sparkline, summarise
+from freescale.bench.demo_report import sparkline, summarise, summarise_both
 from freescale.bench.roles import infer_roles
 from freescale.bench.synthetic import NUM_TOPICS, lognormal_lengths, write_synthetic
+from freescale.bench.timeline import typical_window
 
 TINY = ["--ranks", "2", "--steps", "6", "--batch-size", "4"]
 
@@ -65,6 +66,7 @@ def test_the_demo_trains_twice_and_shows_both_runs(
     (result,) = tmp_path.glob("*-demo.md")
     assert "| straggler percentage |" in result.read_text()
     assert "python" in result.read_text()
+    assert max(map(len, result.read_text().splitlines())) <= 200, "paragraphs are wrapped"
 
 
 @pytest.mark.multirank
@@ -252,6 +254,27 @@ def test_figures_leave_out_the_warm_up_and_follow_from_the_slowest_rank() -> Non
     assert found["waited_percent"] == pytest.approx(0.5)
     assert found["shuffled_percent"] == pytest.approx(30)
     assert (found["tokens_least"], found["tokens_most"]) == (10, 30)
+
+
+def test_samples_a_second_of_both_runs_follow_from_equal_compute() -> None:
+    def run(*seconds: float) -> dict[str, Any]:
+        return dict.fromkeys(MEASURES, [[7.0, 7.0]] * 2) | {"compute": [[9.0, 9.0], list(seconds)]}
+
+    found = summarise_both({"as_loaded": run(1.0, 3.0), "balanced": run(2.2, 2.2)})
+    assert found["balanced"]["samples_per_s"] == pytest.approx(14 / 2.1)  # 2.0 and 2.2 on average
+    assert found["as_loaded"]["samples_per_s"] == pytest.approx(14 / 3.15)  # a rank waits a third of a step
+
+
+def test_the_steps_of_the_picture_save_what_the_run_saves() -> None:
+    random = torch.Generator().manual_seed(0)
+    before = torch.rand(60, 4, generator=random) + 0.5
+    after = before.mean(1, keepdim=True) * (1 + 0.2 * torch.rand(60, 4, generator=random))
+
+    def saved(first: int, last: int) -> float:
+        return 1 - float(after[first:last].amax(1).sum() / before[first:last].amax(1).sum())
+
+    first = typical_window(before, after, 6)
+    assert saved(first, first + 6) == pytest.approx(saved(0, 60), abs=0.02)
 
 
 def test_a_sparkline_falls_with_its_values() -> None:
