@@ -28,7 +28,7 @@ from .protocol.protocol import LocalBatch, Protocol
 from .protocol.schema import Schema
 from .protocol.selection import Selection
 from .report import Report
-from .source import Source, check_share, source_of
+from .source import ReplayedSource, Source, check_share, source_of
 from .worker import End, Worker
 
 T = TypeVar("T")
@@ -263,7 +263,13 @@ class BalancedLoader(Generic[T]):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What to load to go on with the first batch that was not handed out yet. Every rank saves its own."""
+        """What to load to go on with the first batch that was not handed out yet. Every rank saves its own.
+
+        Raises:
+            ValueError: An epoch is under way and the wrapped loader shuffles without a state of its own.
+        """
+        if self._state is not None and self._state["step"] and isinstance(self._source, ReplayedSource):
+            self._source.refuse_shuffling()
         return copy.deepcopy(self._loaded or self._state or self._next or self._fresh_state())
 
     def _fresh_state(self) -> dict[str, Any]:

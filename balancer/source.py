@@ -77,14 +77,23 @@ class ReplayedSource:
         self._taken = 0
         if not state or not state["taken"]:
             return self._count(iter(self._loader))
-        for part in (self._loader, getattr(self._loader, "batch_sampler", None)):
-            sampler = getattr(part, "sampler", None)
-            if isinstance(sampler, _SHUFFLING):
-                name = type(sampler).__name__
-                raise ValueError(
-                    f"a DataLoader with {name} shuffles and has no state: it cannot go on; {_USE_STATEFUL}"
-                )
+        self.refuse_shuffling()
         return self._replay(state["taken"], state["fingerprint"])
+
+    def refuse_shuffling(self) -> None:
+        """Raise ValueError if the loader says that it shuffles. One that does not say so is found when it goes on."""
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        for sampler in (getattr(self._loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            if isinstance(sampler, _SHUFFLING):
+                raise ValueError(
+                    f"a DataLoader with {type(sampler).__name__} shuffles and has no state: it cannot go on; "
+                    f"{_USE_STATEFUL}"
+                )
+        if getattr(getattr(self._loader, "dataset", None), "shuffles", False):
+            raise ValueError(
+                f"a DataLoader over a shuffled read_parquet has no state: it cannot go on; {_USE_STATEFUL}, or balance "
+                "the source itself"
+            )
 
     def _replay(self, taken: int, fingerprint: int) -> Iterator[Any]:
         batches = self._count(iter(self._loader))

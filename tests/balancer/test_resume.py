@@ -235,12 +235,18 @@ def test_the_state_of_a_partitioner_goes_with_the_step_it_belongs_to() -> None:
         assert len(expected) == len(got) == 3
 
 
-def test_a_shuffled_loader_without_a_state_is_refused_on_every_rank() -> None:
+def test_a_shuffled_loader_without_a_state_is_refused_when_it_is_saved_and_on_every_rank_when_loaded() -> None:
     def run(transport: Transport) -> None:
         source = DataLoader(Samples(transport.rank), batch_size=3, shuffle=transport.rank == 1, collate_fn=collate)
         loader = balance(source, transport, lengths="length")
-        take(loader, 1)
         state = loader.state_dict()
+        take(loader, 1)
+        if transport.rank == 1:
+            with pytest.raises(ValueError, match="RandomSampler shuffles"):
+                loader.state_dict()
+            state = {**state, "step": 1, "source": {"taken": 1, "fingerprint": 0}}
+        else:
+            state = loader.state_dict()
         loader.load_state_dict(state)
         with pytest.raises(PeerFailed, match=r"rank 1 .*StatefulDataLoader"):
             take(loader, None)
