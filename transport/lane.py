@@ -31,7 +31,8 @@ class HostTransport(Transport):
         self._wire = wire
         self._sequence = 0
         self._under_way: deque[HostPending] = deque()
-        self._channels: list[HostTransport] = []
+        self._channels: set[HostTransport] = set()
+        self._parent: HostTransport | None = None
         self._closed: TransportClosed | None = None
         self._turn = _Turn(name)
 
@@ -56,18 +57,30 @@ class HostTransport(Transport):
             check_sizes = self.check_sizes if check_sizes is None else check_sizes
             check_sizes = check_sizes or self._wire.size_check != "if asked"
             encoded_name(name)
+            # What is under way comes first on every rank, so that backends see their collectives in one order.
+            for pending in list(self._under_way):
+                pending._wait_until_finished()
+            self._refuse_when_closed("channel")
             wire = self._wire.split(check_sizes, self.timeout_s)
             made = open_lane(wire, name, self.rank, self.world_size, self.timeout_s, check_sizes)
-            self._channels.append(made)
+            made._parent = self
+            self._channels.add(made)
+            if self._closed is not None:  # by another thread, meanwhile
+                made.close()
             return made
 
     def close(self) -> None:
         """See `Transport.close`."""
-        for channel in self._channels:
+        for channel in list(self._channels):
             channel.close()
         if self._closed is None:
             self._closed = TransportClosed(f"channel '{self.name}' was closed")
             self._wire.release(None)
+            if self._turn.lock.acquire(blocking=False):  # or else the thread that uses the channel does this
+                self._end_what_is_under_way()
+                self._turn.lock.release()
+        if self._parent is not None:
+            self._parent._channels.discard(self)
 
     def _begin(self, exchange: Exchange) -> HostPending:
         pending = HostPending(self, exchange, self._sequence)
@@ -85,6 +98,8 @@ class HostTransport(Transport):
         for pending in list(self._under_way):
             if self._closed is not None or not pending._advance():
                 break
+        if self._closed is not None:
+            self._end_what_is_under_way()
         while self._under_way and self._under_way[0].finished:
             self._under_way.popleft()
 
@@ -93,6 +108,14 @@ class HostTransport(Transport):
             self._closed = TransportClosed(f"channel '{self.name}' failed before: {error}")
             self._closed.__cause__ = error
             self._wire.release(error)
+            self._end_what_is_under_way()
+
+    def _end_what_is_under_way(self) -> None:
+        """Tell whoever waits that the channel is closed, and let go of what the backend needs for it."""
+        while self._under_way:
+            pending = self._under_way.popleft()
+            if not pending.finished:
+                pending._finish(TransportClosed(f"{pending._call()}: {self._closed}"))
 
 
 class HostPending(Pending):
@@ -140,14 +163,11 @@ class HostPending(Pending):
             lane._advance()
             if self.finished:
                 return
-            if lane._closed is not None:
-                self._finish(TransportClosed(f"{self._call()}: {lane._closed}"))
-                return
             seconds = deadline - time.monotonic()
             if seconds <= 0:
                 self._give_up()
                 return
-            first = next(p for p in lane._under_way if p is self or p._data is None)
+            first = next(p for p in lane._under_way if p is self or not (p.finished or p._data))
             with _Blame(first):
                 first._ticket().block(min(seconds, _SLICE_S))
 
@@ -166,7 +186,7 @@ class HostPending(Pending):
                 self._finish(None)
                 if self._mismatch is not None:
                     raise self._mismatch
-        return self._data is not None
+        return self.finished or self._data is not None
 
     def _exchange_sizes(self) -> None:
         lane, exchange = self._lane, self._exchange
@@ -184,6 +204,7 @@ class HostPending(Pending):
 
     def _finish(self, error: BaseException | None) -> None:
         self.finished, self._error = True, error
+        self._sizes = self._data = None  # they hold what the backend needs, which is given back on closing
 
     def _give_up(self) -> None:
         lane = self._lane
@@ -228,11 +249,11 @@ class _Turn:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._holder = ""
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(timeout=0.05):  # whoever closes the channel has it for a moment
             raise TransportError(
                 f"channel '{self._name}' is in use by thread '{self._holder}' and cannot be used by thread "
                 f"'{threading.current_thread().name}' at the same time: give each thread a channel() of its own"
@@ -240,7 +261,7 @@ class _Turn:
         self._holder = threading.current_thread().name
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.lock.release()
 
 
 def encoded_name(name: str) -> bytes:

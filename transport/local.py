@@ -37,14 +37,16 @@ class Meeting:
         changed: Guards everything here.
         posted: Exchanges that not all ranks have come to: sequence number → rank → what it brought.
         left: Ranks that closed the channel, with the reason.
-        channels: Meetings of the channels made from this one, in order.
+        channels: Meetings of the channels made from this one that not all ranks have come to: number → meeting.
+        num_takers: How many ranks have come to this one.
     """
 
     world_size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     posted: dict[int, dict[int, _Posted]] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
-    channels: list[Meeting] = field(default_factory=list)
+    channels: dict[int, Meeting] = field(default_factory=dict)
+    num_takers: int = 0
 
     def bring(self, exchange: Exchange, sequence: int) -> _Posted:
         """Bring one rank's side of an exchange and copy from and to all that came before."""
@@ -69,6 +71,8 @@ class Meeting:
                 if rank in ranks and ranks[rank].missing:
                     ranks[rank].withdrawn = True
             self._notice_absence()
+            if len(self.left) == self.world_size:
+                self.posted.clear()
             self.changed.notify_all()
 
     def _notice_absence(self) -> None:
@@ -147,9 +151,10 @@ class LocalWire:
         """See `Wire.split`."""
         del check_sizes, timeout_s  # nothing to wait for: the first rank that comes makes the meeting
         with self._meeting.changed:
-            if self._num_channels == len(self._meeting.channels):
-                self._meeting.channels.append(Meeting(self._meeting.world_size))
-            made = self._meeting.channels[self._num_channels]
+            made = self._meeting.channels.setdefault(self._num_channels, Meeting(self._meeting.world_size))
+            made.num_takers += 1
+            if made.num_takers == made.world_size:
+                del self._meeting.channels[self._num_channels]
         self._num_channels += 1
         return LocalWire(made, self._rank)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from .errors import TransportError, TransportTimeout, Unavailable
+from .errors import TransportClosed, TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
 from .wire import Purpose, SizeCheck
@@ -30,7 +31,7 @@ class _Gloo(Protocol):
     ) -> dist.Work: ...
 
 
-_abandoned: list[_Gloo] = []
+_abandoned: list[tuple[list[_Gloo], list[_GlooTicket]]] = []  # closed with transfers under way
 _num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
@@ -80,6 +81,7 @@ class _Place:
 
     def make_group(self, purpose: Purpose, timeout_s: float) -> _Gloo:
         """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
+        _drop_what_is_done()
         store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
         try:
             made: _Gloo = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
@@ -100,7 +102,8 @@ class GlooWire:
     size_check: SizeCheck = "always"
 
     def __init__(self, place: _Place, timeout_s: float) -> None:
-        self._place, self._num_channels = place, 0
+        self._place: _Place | None = place
+        self._num_channels = 0
         self._groups: dict[Purpose, _Gloo] = {
             "data": place.make_group("data", timeout_s),
             "sizes": place.make_group("sizes", timeout_s),
@@ -110,24 +113,36 @@ class GlooWire:
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:
         """See `Wire.begin`."""
         del sequence  # gloo counts for itself
-        self._under_way = [ticket for ticket in self._under_way if not ticket.work.is_completed()]
-        ticket = _GlooTicket(exchange, self._groups[purpose])
-        self._under_way.append(ticket)
+        group = self._groups.get(purpose)
+        if group is None:
+            raise TransportClosed("another thread closed the channel")
+        ticket = _GlooTicket(exchange, group)
+        self._under_way = [*(each for each in self._under_way if not each.work.is_completed()), ticket]
+        if not self._groups:  # closed just now: `release` may not have seen the ticket
+            _abandoned.append(([group], [ticket]))
         return ticket
 
     def split(self, check_sizes: bool, timeout_s: float) -> GlooWire:
         """See `Wire.split`."""
         assert check_sizes, "a lane over a wire that always compares sizes asks for it"
+        place = self._place
+        if place is None:
+            raise TransportClosed("another thread closed the channel")
         self._num_channels += 1
-        place = replace(self._place, prefix=f"{self._place.prefix}/{self._num_channels}")
-        return GlooWire(place, timeout_s)
+        return GlooWire(replace(place, prefix=f"{place.prefix}/{self._num_channels}"), timeout_s)
 
     def release(self, reason: BaseException | None) -> None:
-        """See `Wire.release`. Dropping a group waits for what is under way in it, so such a group is kept."""
+        """See `Wire.release`. Gives back threads and connections, unless gloo still works with them.
+
+        Dropping a group waits for what is under way in it, so such a group is kept until that has ended, by gloo's own
+        deadline at the latest, and a later channel is made or closed.
+        """
         del reason
-        if not all(ticket.work.is_completed() for ticket in self._under_way):
-            _abandoned.extend(self._groups.values())
-        self._groups = {}
+        groups, self._groups, self._place = list(self._groups.values()), {}, None
+        _abandoned.append((groups, self._under_way))
+        self._under_way = []
+        del groups
+        _drop_what_is_done()
 
 
 class _GlooTicket:
@@ -167,6 +182,13 @@ class _GlooTicket:
 
     def missing(self) -> None:
         """Gloo does not tell."""
+
+
+def _drop_what_is_done() -> None:
+    for entry in list(_abandoned):
+        if all(ticket.work.is_completed() for ticket in entry[1]):
+            with suppress(ValueError):  # another thread was faster
+                _abandoned.remove(entry)
 
 
 def _translate(error: RuntimeError) -> TransportError:
