@@ -51,7 +51,7 @@ class Cluster:
 
     def batch(self, step: int) -> WorldSamples:
         """The global batch of a step: lognormal lengths. Always the same one."""
-        lengths, _ = length_source("lognormal").draw(self.world_size * self.batch_size, step)
+        (lengths,), _ = length_source("lognormal").draw(self.world_size * self.batch_size, 1, step)
         rank = torch.arange(self.world_size).repeat_interleave(self.batch_size)
         return WorldSamples(self.world_size, rank, torch.from_numpy(np.minimum(lengths, self.max_length)))
 

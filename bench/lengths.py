@@ -29,11 +29,12 @@ class LengthSource:
 
     Attributes:
         title: What it is, for people.
-        draw: Gives n lengths from a seed, and a remark on how they were taken.
+        draw: Gives global batches of n lengths, at most so many, from a seed, and a remark on how they were taken.
+            Shape [num_batches, n].
     """
 
     title: str
-    draw: Callable[[int, int], tuple[Lengths, str]]
+    draw: Callable[[int, int, int], tuple[Lengths, str]]
 
 
 def length_source(text: str) -> LengthSource:
@@ -45,14 +46,15 @@ def length_source(text: str) -> LengthSource:
             `constant:length=9`, `zipf:exponent=1.5`.
 
     Returns:
-        Where to draw from. A file's lengths are taken in order; too few are sampled with replacement.
+        Where to draw from. A file's lengths are drawn at random, as many batches as it has samples for; where it has
+        too few for one batch, with replacement.
 
     Raises:
         ValueError: Not readable, no such column or distribution, a value that is negative or no integer, or none.
 
     Example:
-        >>> length_source("constant:length=3").draw(2, 0)
-        (array([3, 3]), 'drawn with seed 0')
+        >>> length_source("constant:length=3").draw(2, 1, 0)
+        (array([[3, 3]]), 'drawn with seed 0')
     """
     name, _, rest = text.partition(":")
     if name in DISTRIBUTIONS:
@@ -61,7 +63,8 @@ def length_source(text: str) -> LengthSource:
         path, colon, column = text.rpartition(":")
         if not colon or not column:
             raise ValueError(f"--lengths of a Parquet file needs a column, as in {text}:uih_page")
-        return _listed(f"{Path(path).name}, column {column}", _read_parquet(Path(path), column))
+        lengths, what = _read_parquet(Path(path), column)
+        return _listed(f"{Path(path).name}, {what}", lengths)
     if not Path(text).is_file():
         known = ", ".join(DISTRIBUTIONS)
         raise ValueError(f"--lengths must be path.parquet:column, a text file or one of {known}; no file {text!r}")
@@ -87,7 +90,11 @@ def _distribution(name: str, rest: str) -> LengthSource:
     if name == "lognormal" and values["median"] == 0:
         raise ValueError("lognormal: median must be positive, got 0")
     said = ", ".join(f"{key} {value:g}" for key, value in values.items())
-    return LengthSource(f"{name} ({said})", lambda n, seed: (_drawn(name, values, n, seed), f"drawn with seed {seed}"))
+
+    def draw(n: int, num_batches: int, seed: int) -> tuple[Lengths, str]:
+        return _drawn(name, values, n * num_batches, seed).reshape(num_batches, n), f"drawn with seed {seed}"
+
+    return LengthSource(f"{name} ({said})", draw)
 
 
 def _drawn(name: str, values: dict[str, float], n: int, seed: int) -> Lengths:
@@ -109,16 +116,20 @@ def _listed(title: str, lengths: Lengths) -> LengthSource:
     if lengths.min() < 0:
         raise ValueError(f"{title}: lengths must not be negative, got {lengths.min()} in row {int(lengths.argmin())}")
 
-    def draw(n: int, seed: int) -> tuple[Lengths, str]:
+    def draw(n: int, num_batches: int, seed: int) -> tuple[Lengths, str]:
+        random = np.random.default_rng(seed)
         if n <= len(lengths):
-            return lengths[:n], f"the first {n:,} of {len(lengths):,}"
-        chosen = np.random.default_rng(seed).integers(0, len(lengths), n)
-        return lengths[chosen], f"{n:,} sampled with replacement from {len(lengths):,}, seed {seed}"
+            num_batches = min(num_batches, len(lengths) // n)
+            chosen, how = random.permutation(len(lengths))[: n * num_batches], "without replacement"
+        else:
+            chosen, how = random.integers(0, len(lengths), n * num_batches), "with replacement"
+        return lengths[chosen].reshape(num_batches, n), f"drawn {how} from {len(lengths):,}, seed {seed}"
 
     return LengthSource(title, draw)
 
 
-def _read_parquet(path: Path, column: str) -> Lengths:
+def _read_parquet(path: Path, column: str) -> tuple[Lengths, str]:
+    """Read lengths from a column, and say what was taken for a length."""
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
@@ -129,14 +140,19 @@ def _read_parquet(path: Path, column: str) -> Lengths:
         raise ValueError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
     kind = values.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        values = pc.list_value_length(values)
+        values, what = pc.list_value_length(values), f"lists in column {column}"
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-        values = pc.binary_length(values)
-    elif not pa.types.is_integer(kind):
+        values, what = pc.binary_length(values), f"bytes of the text in column {column}"
+    elif pa.types.is_integer(kind):
+        what = f"the numbers in column {column} taken for lengths"
+    else:
         raise ValueError(f"{path}: column {column!r} must hold lists, strings or integer lengths, it holds {kind}")
     if values.null_count:
         raise ValueError(f"{path}: column {column!r} has {values.null_count} nulls; a length is needed in each row")
-    return np.asarray(values.to_numpy(), dtype=np.int64)
+    try:
+        return np.asarray(values.cast(pa.int64()).to_numpy()), what
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: column {column!r} has a length beyond 64 bits: {error}") from error
 
 
 def _read_text(path: Path) -> Lengths:

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,20 +36,28 @@ _EPILOG = """examples:
   python -m freescale.bench.partition --lengths lengths.txt --world-size 8 --partitioner my_module:my_partitioner
 
 Straggler percentage: mean waiting time of the ranks as a share of the step, if time is proportional to length.
-Imbalance: max / mean - 1. Bytes moved: share of the samples' bytes that leave the rank that loaded them."""
+Imbalance: max / mean - 1, in percent. Both are means over global batches; "least to most" is the spread of the first.
+Bytes moved: share of the samples' bytes that leave the rank that loaded them."""
 
+_AS_LOADED = "as loaded"
 _LARGEST_WORLD_OF_TEXTBOOK = 256  # it takes minutes beyond
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One partitioner on one global batch. Times are over the repeats, after the output was checked."""
+    """One partitioner on several global batches: means over them, and the ends where it says so.
+
+    Times are over the repeats, after the output was checked; each repeat plans the next batch.
+    """
 
     partitioner: str
     world_size: int
     batch_size: int
+    batches: int
     imbalance: float
     straggler_percentage: float
+    straggler_percentage_least: float
+    straggler_percentage_most: float
     bytes_moved_percentage: float
     least_samples: int
     most_samples: int
@@ -90,11 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks, one or several (default 64)",
     )
     add("--batch-size", type=at_least_one, default=128, metavar="N", help="samples that a rank loads (default 128)")
+    add("--batches", type=at_least_one, default=8, metavar="N", help="global batches, if there are as many (default 8)")
     add("--max-length", type=at_least_one, metavar="N", help="cut longer samples to this length (default: no cut)")
     add("--partitioner", action="append", default=[], metavar="MODULE:NAME", help="add one of yours; may be repeated")
     add("--alpha", type=float, default=1.0, help="exponent of the weights of VariableBatchSize (default 1)")
     add("--repeats", type=at_least_one, default=5, metavar="N", help="times each plan is made and timed (default 5)")
-    add("--seed", type=int, default=0, help="of lengths that are drawn or sampled (default 0)")
+    add("--seed", type=int, default=0, help="of the draw of lengths (default 0)")
     add("--no-reference", action="store_true", help="leave out Karmarkar-Karp, which is slow")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file")
     add("--plot", type=Path, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
@@ -113,13 +122,13 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("planning", total=None)
         for world_size in options.world_size:
-            world, remark = _world(options, source.draw, world_size)
+            worlds, remark = _worlds(options, source.draw, world_size)
             references = {} if options.no_reference else _references(world_size)
             chosen = {**built_in, **extra, **references}
             progress.reset(task, total=len(chosen), description=f"{world_size} ranks")
-            table = _table(f"{world_size} ranks x {options.batch_size} samples, {source.title}, {remark}")
+            table = _table(f"{world_size} ranks x {options.batch_size} samples: {source.title}, {remark}")
             for name, partitioner in chosen.items():
-                outcome = measure(name, partitioner, world, options.batch_size, options.repeats)
+                outcome = measure(name, partitioner, worlds, options.batch_size, options.repeats)
                 outcomes.append(outcome)
                 _add(table, outcome)
                 progress.advance(task)
@@ -130,11 +139,14 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     if options.json is not None:
         found = {"environment": environment(), "outcomes": [asdict(outcome) for outcome in outcomes]}
         _write(options.json, json.dumps(found, indent=1) + "\n")
+        console.print(f"figures: {options.json}")
     if options.plot is not None:
         draw(outcomes, options.plot, source.title)
+        console.print(f"picture: {options.plot}")
     if options.results is not None:
         note = (
-            f"Times are of one process on one thread, median and range of {options.repeats} plans after the first two."
+            f"Times are of one process on one thread, median and range of {options.repeats} plans after the first two. "
+            "Straggler percentages are means over the global batches, with the least and the most."
         )
         path = write_result(options.results, "partition", "Partitioners compared", environment(), [note, *parts])
         console.print(f"written to {path}")
@@ -142,7 +154,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
 
 def _built_in(alpha: float) -> dict[str, Partitioner]:
     return {
-        "as loaded": lambda world: world.rank,
+        _AS_LOADED: lambda world: world.rank,
         "fixed_batch_size": fixed_batch_size,
         "greedy_batch_size": greedy_batch_size,
         "home_batch_size": home_batch_size,
@@ -164,23 +176,27 @@ def _references(world_size: int) -> dict[str, Partitioner]:
     return found
 
 
-def _world(
-    options: argparse.Namespace, draw: Callable[[int, int], tuple[Lengths, str]], world_size: int
-) -> tuple[WorldSamples, str]:
-    lengths, remark = draw(world_size * options.batch_size, options.seed)
+def _worlds(
+    options: argparse.Namespace, draw: Callable[[int, int, int], tuple[Lengths, str]], world_size: int
+) -> tuple[list[WorldSamples], str]:
+    """Draw global batches, and say how."""
+    lengths, remark = draw(world_size * options.batch_size, options.batches, options.seed)
+    remark = f"{len(lengths)} batch{'es' * (len(lengths) > 1)} {remark}"
     if options.max_length is not None:
         lengths, remark = np.minimum(lengths, options.max_length), f"{remark}, cut at {options.max_length:,}"
     rank = torch.arange(world_size).repeat_interleave(options.batch_size)
-    return WorldSamples(world_size, rank, torch.from_numpy(lengths.copy())), remark
+    return [WorldSamples(world_size, rank, torch.from_numpy(batch.copy())) for batch in lengths], remark
 
 
-def measure(name: str, partitioner: Partitioner, world: WorldSamples, batch_size: int, repeats: int) -> Outcome:
-    """Check one partitioner's plan, then time it.
+def measure(
+    name: str, partitioner: Partitioner, worlds: Sequence[WorldSamples], batch_size: int, repeats: int
+) -> Outcome:
+    """Check one partitioner's plans, then time it.
 
     Args:
         name: For the outcome and for errors.
         partitioner: What to measure.
-        world: The global batch.
+        worlds: The global batches, at least one, of the same world size.
         batch_size: Samples that each rank loaded.
         repeats: Times to plan and time.
 
@@ -188,21 +204,27 @@ def measure(name: str, partitioner: Partitioner, world: WorldSamples, batch_size
         Quality and times.
 
     Raises:
-        ValueError: The partitioner raised, its plan is not valid, or it gave another plan the second time.
+        ValueError: The partitioner raised, a plan is not valid, or it gave another plan the second time.
     """
-    owner = _plan(name, partitioner, world)
-    if not torch.equal(owner, _plan(name, partitioner, world)):
+    plans = [_plan(name, partitioner, world) for world in worlds]
+    if not torch.equal(plans[0], _plan(name, partitioner, worlds[0])):
         raise ValueError(f"{name} gave two plans for one batch; ranks would disagree")
-    times = sorted(_times(partitioner, world, repeats))
-    loads = rank_loads(owner, world.uih_lengths, world.world_size)
-    counts = torch.bincount(owner, minlength=world.world_size)
+    times = sorted(_times(partitioner, worlds, repeats))
+    pairs = list(zip(worlds, plans, strict=True))
+    loads = [rank_loads(owner, world.uih_lengths, world.world_size) for world, owner in pairs]
+    counts = torch.stack([torch.bincount(owner, minlength=world.world_size) for world, owner in pairs])
+    stragglers = [straggler_percentage(load) for load in loads]
+    moved = [bytes_moved(world, owner) / max(int(world.payload_bytes.sum()), 1) for world, owner in pairs]
     return Outcome(
         partitioner=name,
-        world_size=world.world_size,
+        world_size=worlds[0].world_size,
         batch_size=batch_size,
-        imbalance=imbalance(loads),
-        straggler_percentage=straggler_percentage(loads),
-        bytes_moved_percentage=100 * bytes_moved(world, owner) / max(int(world.payload_bytes.sum()), 1),
+        batches=len(worlds),
+        imbalance=statistics.fmean(imbalance(load) for load in loads),
+        straggler_percentage=statistics.fmean(stragglers),
+        straggler_percentage_least=min(stragglers),
+        straggler_percentage_most=max(stragglers),
+        bytes_moved_percentage=100 * statistics.fmean(moved),
         least_samples=int(counts.min()),
         most_samples=int(counts.max()),
         repeats=repeats,
@@ -219,12 +241,13 @@ def _plan(name: str, partitioner: Partitioner, world: WorldSamples) -> Tensor:
         raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _times(partitioner: Partitioner, world: WorldSamples, repeats: int) -> Iterator[float]:
-    """Milliseconds of each plan. The garbage collector stays off meanwhile, as `timeit` does it."""
+def _times(partitioner: Partitioner, worlds: Sequence[WorldSamples], repeats: int) -> Iterator[float]:
+    """Milliseconds of each plan, batch after batch. The garbage collector stays off meanwhile, as `timeit` does it."""
     gc.collect()
     gc.disable()
     try:
-        for _ in range(repeats):
+        for index in range(repeats):
+            world = worlds[index % len(worlds)]
             start = time.perf_counter()
             partitioner(world)
             yield 1e3 * (time.perf_counter() - start)
@@ -235,8 +258,9 @@ def _times(partitioner: Partitioner, world: WorldSamples, repeats: int) -> Itera
 def _table(title: str) -> Table:
     columns = [
         "partitioner",
-        "imbalance",
+        "imbalance %",
         "straggler %",
+        "least to most",
         "bytes moved %",
         "samples a rank",
         "plan ms",
@@ -247,15 +271,27 @@ def _table(title: str) -> Table:
 
 def _add(table: Table, outcome: Outcome) -> None:
     least, most = outcome.least_samples, outcome.most_samples
+    stragglers = [_short(value) for value in (outcome.straggler_percentage_least, outcome.straggler_percentage_most)]
+    planned = outcome.partitioner != _AS_LOADED
     table.add(
         outcome.partitioner,
-        f"{outcome.imbalance:.6f}",
-        f"{outcome.straggler_percentage:.4f}",
+        _short(100 * outcome.imbalance),
+        _short(outcome.straggler_percentage),
+        " to ".join(dict.fromkeys(stragglers)),
         f"{outcome.bytes_moved_percentage:.1f}",
         f"{least}" if least == most else f"{least} to {most}",
-        f"{outcome.plan_ms_median:.2f}",
-        f"{outcome.plan_ms_least:.4g} to {outcome.plan_ms_most:.4g}",
+        _short(outcome.plan_ms_median) if planned else "-",
+        f"{_short(outcome.plan_ms_least)} to {_short(outcome.plan_ms_most)}" if planned else "-",
     )
+
+
+def _short(value: float) -> str:
+    """Write a figure with the digits that mean something: two, and no more than a decimal where it is large."""
+    if value == 0:
+        return "0"
+    if value >= 10:
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+    return "<0.001" if value < 0.001 else f"{float(f'{value:.2g}'):g}"
 
 
 def _write(path: Path, text: str) -> None:
