@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -75,6 +76,8 @@ class HostTransport(Transport):
             channel.close()
         if self._closed is None:
             self._closed = TransportClosed(f"channel '{self.name}' was closed")
+            if self._turn.is_forked_child():
+                return  # all that could be given back belongs to the parent
             self._wire.release(None)
             if self._turn.lock.acquire(blocking=False):  # or else the thread that uses the channel does this
                 self._end_what_is_under_way()
@@ -250,9 +253,16 @@ class _Turn:
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
-        self._holder = ""
+        self._holder, self._pid = "", os.getpid()
+
+    def is_forked_child(self) -> bool:
+        return os.getpid() != self._pid
 
     def __enter__(self) -> None:
+        if self.is_forked_child():
+            raise TransportError(
+                f"channel '{self._name}' belongs to process {self._pid}: a child forked from a rank is no rank"
+            )
         if not self.lock.acquire(timeout=0.05):  # whoever closes the channel has it for a moment
             raise TransportError(
                 f"channel '{self._name}' is in use by thread '{self._holder}' and cannot be used by thread "

@@ -55,6 +55,18 @@ def test_closing_from_another_thread_ends_a_wait() -> None:
     assert time.monotonic() - begun < 5
 
 
+def test_what_is_under_way_on_a_closed_channel_is_an_error_and_holds_nothing() -> None:
+    transport = local_group(2, timeout_s=30)[0]
+    pending = transport.all_gather(torch.zeros(1))
+    transport.close()
+    assert pending.test()
+    assert pending._data is None  # type: ignore[attr-defined]  # there is no public view of it
+    with pytest.raises(TransportClosed, match="all_gather #0 on channel 'main': channel 'main' was closed"):
+        pending.wait()
+    with pytest.raises(TransportClosed):
+        transport.channel("more")
+
+
 def test_memory_of_a_finished_exchange_is_let_go() -> None:
     transports = local_group(2)
 
