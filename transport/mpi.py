@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from .errors import TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
-from .mpi_parting import Kept, Parting
+from .mpi_parting import Kept, Parting, is_forked_child, note_doubt
 from .wire import Purpose, SizeCheck
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_size
         raise ValueError(f"communicator must be an mpi4py.MPI.Intracomm, got {type(communicator).__name__}")
     rank, world_size = communicator.Get_rank(), communicator.Get_size()
     parting = Parting(_duplicate(communicator, timeout_s), timeout_s)
-    wire = MpiWire(parting, check_sizes, timeout_s, communicator)
+    berth = _Berth()
+    berth.fill(communicator, check_sizes, timeout_s)
+    wire = MpiWire(parting, berth, check_sizes)
     return open_lane(wire, "main", rank, world_size, timeout_s, check_sizes)
 
 
@@ -63,35 +65,91 @@ class MpiWire:
     An all-gather whose sizes every rank takes for granted is an Iallgatherv while its result is under 2 GiB, which all
     ranks know alike. Everything else is an Ialltoallw: it allows uneven pieces that lie anywhere, pieces over 2 GiB by
     a datatype made for them, pieces left out because two ranks disagree, and is the same collective on all ranks.
-    Communicators are never freed: MPI_Comm_free is collective, and closing is not.
+    Communicators are never freed, as MPI_Comm_free is collective and closing is not. Instead a later channel of the
+    same parent takes over those of one that all ranks have closed.
     """
 
     size_check: SizeCheck = "if asked"
 
-    def __init__(
-        self, parting: Parting, check_sizes: bool, timeout_s: float, parent: MPI.Intracomm | None = None
-    ) -> None:
-        self._parting = parting
-        origin = parting.communicator if parent is None else parent
-        self._communicators: dict[Purpose, MPI.Intracomm] = {"data": _duplicate(origin, timeout_s)}
-        if check_sizes:
-            self._communicators["sizes"] = _duplicate(origin, timeout_s)
+    def __init__(self, parting: Parting, berth: _Berth, check_sizes: bool) -> None:
+        self._parting, self._berth = parting, berth
         self._trusts_sizes = not check_sizes
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
         """See `Wire.begin`."""
         del sequence  # the communicator counts for itself
         gathers = self._trusts_sizes and exchange.operation == "all_gather" and len(exchange.target) <= _LARGEST_COUNT
-        return _MpiTicket(exchange, self._communicators[purpose], self._parting, gathers)
+        return self._berth.note(_MpiTicket(exchange, self._berth.communicators[purpose], self._parting, gathers))
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
-        return MpiWire(self._parting, check_sizes, timeout_s, self._communicators["data"])
+        return MpiWire(self._parting, self._berth.find_or_make(check_sizes, timeout_s), check_sizes)
 
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`."""
-        if reason is not None:
-            self._parting.note_doubt(reason)
+        if reason is None:
+            self._berth.leave()
+        else:
+            note_doubt(reason, self._parting.timeout_s)
+
+
+class _Berth:
+    """Communicators that one channel after the other uses.
+
+    Attributes:
+        communicators: Those of the channel that is here now.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: dict[Purpose, MPI.Intracomm] = {}
+        self._below: list[_Berth] = []  # for channels made from the one here; on every rank the same, in order
+        self._broken: TransportError | None = None  # ranks no longer agree on what is below
+        self._under_way: list[_MpiTicket] = []
+        self._num_begun, self._is_free = 0, False
+
+    def fill(self, origin: MPI.Intracomm, check_sizes: bool, timeout_s: float) -> None:
+        """Make the communicators; collective."""
+        self.communicators["data"] = _duplicate(origin, timeout_s)
+        if check_sizes:
+            self.communicators["sizes"] = _duplicate(origin, timeout_s)
+
+    def note(self, ticket: _MpiTicket) -> _MpiTicket:
+        """Count what is begun here."""
+        self._under_way = [*(each for each in self._under_way if not each.done), ticket]
+        self._num_begun += 1
+        return ticket
+
+    def leave(self) -> None:
+        """The channel here was closed on this rank."""
+        self._is_free = True
+
+    def _is_quiet(self) -> bool:
+        return self._is_free and all(ticket.done for ticket in self._under_way)
+
+    def find_or_make(self, check_sizes: bool, timeout_s: float) -> _Berth:
+        """Agree with the other ranks on a berth for another channel; collective.
+
+        One where all ranks have begun and completed equally many collectives holds no message of the channel before.
+        """
+        if self._broken is not None:
+            raise TransportError(f"an earlier channel could not be made: {self._broken}") from self._broken
+        try:
+            free = [berth._num_begun if berth._is_quiet() else -1 for berth in self._below]
+            mine = np.array([check_sizes, *free], dtype=np.int64)
+            least, most = _find_least_and_most(self.communicators["data"], mine, timeout_s)
+            check_sizes = bool(most[0])  # also when ranks disagree about that, which they will find out next
+            for index in np.flatnonzero((least[1:] >= 0) & (least[1:] == most[1:])).tolist():
+                berth = self._below[index]
+                if ("sizes" in berth.communicators) == check_sizes:
+                    berth._num_begun, berth._is_free = 0, False
+                    return berth
+            made = _Berth()
+            made.fill(self.communicators["data"], check_sizes, timeout_s)
+        except TransportError as error:
+            self._broken = error
+            raise
+        self._below.append(made)
+        return made
 
 
 class _MpiTicket:
@@ -107,7 +165,7 @@ class _MpiTicket:
             self._request = self._gather(exchange, communicator) if gathers else self._exchange(exchange, communicator)
         except MPI.Exception as error:
             raise _translate(error) from error
-        self._done = False
+        self.done = False
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
 
@@ -125,19 +183,19 @@ class _MpiTicket:
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
-        if self._done:
+        if self.done:
             return True
         try:
-            self._done = self._request.Test()
+            self.done = self._request.Test()
         except self._error_type as error:
             raise _translate(error) from error
-        if self._done:
+        if self.done:
             self._keep.release()
             for datatype in self._datatypes:
                 datatype.Free()
         else:
             self._parting.raise_if_a_peer_failed()
-        return self._done
+        return self.done
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
@@ -188,21 +246,57 @@ def _duplicate(communicator: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     """MPI_Comm_dup with a deadline."""
     from mpi4py import MPI
 
-    deadline = time.monotonic() + timeout_s
-    try:
+    with _Doubting(timeout_s):
         made, request = communicator.Idup()
         made.Set_errhandler(MPI.ERRORS_RETURN)
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise TransportTimeout(
-                    f"mpi: rank {communicator.Get_rank()} of {communicator.Get_size()} waited {timeout_s:g} s for the "
-                    "others to make a channel; which ranks are missing is not known"
-                )
-            time.sleep(_LONGEST_NAP_S)
-    except MPI.Exception as error:
-        raise _translate(error) from error
+        _complete(request, made, communicator, timeout_s)
     assert isinstance(made, MPI.Intracomm), "the duplicate is of the kind of its original"
     return made
+
+
+def _find_least_and_most(
+    communicator: MPI.Intracomm, numbers: NDArray[np.int64], timeout_s: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The least and the greatest of each number over all ranks; collective. Both have the shape of `numbers`."""
+    from mpi4py import MPI
+
+    mine = np.stack([numbers, -numbers])
+    least = np.empty_like(mine)
+    with _Doubting(timeout_s):
+        request = communicator.Iallreduce(mine, least, MPI.MIN)
+        _complete(request, (mine, least), communicator, timeout_s)
+    return least[0], -least[1]
+
+
+def _complete(request: MPI.Request, memory: object, communicator: MPI.Intracomm, timeout_s: float) -> None:
+    kept = Kept(request, memory)
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise TransportTimeout(
+                f"mpi: rank {communicator.Get_rank()} of {communicator.Get_size()} waited {timeout_s:g} s for the "
+                "others to make a channel; which ranks are missing is not known"
+            )
+        time.sleep(_LONGEST_NAP_S)
+    kept.release()
+
+
+class _Doubting:
+    """Around what ranks do together before there is a channel that could fail: failures here are remembered too."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        from mpi4py import MPI
+
+        if error is not None:
+            note_doubt(error, self._timeout_s)
+        if isinstance(error, MPI.Exception):
+            raise _translate(error) from error
 
 
 def _refuse_child_processes() -> None:
@@ -213,6 +307,9 @@ def _refuse_child_processes() -> None:
             "mpi: a child process of multiprocessing would join as the rank of its parent: connect in the process "
             "that mpiexec started"
         )
+
+    if is_forked_child():
+        raise Unavailable("mpi: a forked child of a rank is no rank: connect in the process that mpiexec started")
 
 
 def _check_installation() -> None:

@@ -47,10 +47,6 @@ class Parting:
         self._sent: list[object] = []
         _process.add(self)
 
-    def note_doubt(self, error: BaseException) -> None:
-        """Remember that a channel failed: peers may never come to the end, so this process will not wait for ever."""
-        _process.doubt = _process.doubt or f"{type(error).__name__}: {error}"
-
     def raise_if_a_peer_failed(self) -> None:
         """Raise what a failed peer said; looks at most every 50 ms.
 
@@ -108,26 +104,41 @@ class _Process:
     def __init__(self) -> None:
         self.kept: set[Kept] = set()
         self._partings: list[Parting] = []
-        self.doubt: str | None = None  # a channel failed; the trainer may have dealt with it
+        self._pid: int | None = None  # of the rank, once it has begun with MPI
+        self._longest_s = 0.0  # deadline of a wait
+        self._doubt: str | None = None  # a channel failed; the trainer may have dealt with it
         self._failure: str | None = None  # an exception that nobody caught
         self._told = False
         self._previous_hook = sys.excepthook
 
     def add(self, parting: Parting) -> None:
-        if not self._partings:
+        self._prepare(parting.timeout_s)
+        self._partings.append(parting)
+
+    def note_doubt(self, error: BaseException, timeout_s: float) -> None:
+        self._prepare(timeout_s)
+        self._doubt = self._doubt or f"{type(error).__name__}: {error}"
+
+    def is_forked_child(self) -> bool:
+        return self._pid not in (None, os.getpid())
+
+    def _prepare(self, timeout_s: float) -> None:
+        self._longest_s = max(self._longest_s, timeout_s)
+        if self._pid is None:
+            self._pid = os.getpid()
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
             atexit.register(self._leave)
-        self._partings.append(parting)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous_hook(kind, error, trace)
         _flush()
         self._failure = f"{kind.__name__}: {error}"
+        if self.is_forked_child():
+            return
         self._tell(self._failure)
         # Python now joins the threads that are not daemons, and one of them may wait for a peer for ever.
-        longest_s = max(parting.timeout_s for parting in self._partings) + 2 * _GRACE_S
-        watchdog = threading.Timer(longest_s, os._exit, [_EXIT_CODE])
+        watchdog = threading.Timer(self._longest_s + 2 * _GRACE_S, os._exit, [_EXIT_CODE])
         watchdog.daemon = True
         watchdog.start()
 
@@ -145,6 +156,8 @@ class _Process:
 
     def _leave(self) -> None:
         """Wait for the peers; then let Python go on to MPI_Finalize, or exit without it after a failure."""
+        if self.is_forked_child():
+            self._leave_as_child()
         clean = False
         try:
             clean = self._await_peers() and self._all_well() and self._finish_collectives()
@@ -153,6 +166,18 @@ class _Process:
                 logging.shutdown()
                 _flush()
                 os._exit(_EXIT_CODE)
+
+    def _leave_as_child(self) -> None:
+        """A fork of a rank has the rank's connections to MPI, and to use them in MPI_Finalize breaks the rank."""
+        if self._failure is None:
+            print(  # noqa: T201
+                "freescale: a forked child of an MPI rank ends without MPI, with exit status 0 whatever it asked for: "
+                "end it with os._exit",
+                file=sys.stderr,
+            )
+        logging.shutdown()
+        _flush()
+        os._exit(0 if self._failure is None else _EXIT_CODE)
 
     def _all_well(self) -> bool:
         # Also when only a peer failed: it exits without MPI_Finalize, which would then wait for it for ever.
@@ -164,14 +189,14 @@ class _Process:
 
         begun = time.monotonic()
         deadline = float("inf")
-        longest_s = max(parting.timeout_s for parting in self._partings) + _GRACE_S
         try:
             barriers = [parting.communicator.Ibarrier() for parting in self._partings]
-            while not MPI.Request.Testall(barriers):
+            # Without any, this rank never got to know its peers, and knows no end that they have in common.
+            while not (barriers and MPI.Request.Testall(barriers)):
                 now = time.monotonic()
-                failure = self._failure or self.doubt
+                failure = self._failure or self._doubt
                 if failure or any(parting.heard() for parting in self._partings):
-                    deadline = min(deadline, now + longest_s)
+                    deadline = min(deadline, now + self._longest_s + _GRACE_S)
                 if failure and now - begun > _GRACE_S:
                     self._tell(f"it left after {failure}")
                 if now > deadline:
@@ -206,6 +231,23 @@ class _Process:
 
 
 _process = _Process()
+
+
+def note_doubt(error: BaseException, timeout_s: float) -> None:
+    """Remember that a channel failed, or was never made.
+
+    Peers may then never come to the end, so this process will not wait for ever.
+
+    Args:
+        error: What went wrong.
+        timeout_s: The deadline that peers have to report.
+    """
+    _process.note_doubt(error, timeout_s)
+
+
+def is_forked_child() -> bool:
+    """Whether this process is a fork of a rank: MPI does not work here."""
+    return _process.is_forked_child()
 
 
 def _flush() -> None:

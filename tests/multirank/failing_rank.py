@@ -29,12 +29,32 @@ def fail(how: str, transport: Transport) -> None:
         thread.join()
     if how == "mismatch":
         transport.all_gather(torch.zeros(1), [2, 1, 1]).wait()
+    if how == "gone before a channel":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fork":
+        for ending in (lambda: sys.exit(0), lambda: 1 / 0, lambda: transport.all_gather(torch.zeros(1))):
+            if (child := os.fork()) == 0:
+                ending()
+            print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        transport.all_gather(torch.zeros(1)).wait()
     if how == "unchecked mismatch":
         transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(712), [536, 712, 536]).wait()
     if how == "stuck thread":
         lane = transport.channel("never answered")
         threading.Thread(target=lambda: lane.all_gather(torch.zeros(1)).wait(), daemon=False).start()
         raise ValueError("the main thread broke")
+
+
+def connect_without(dead: int, rank: int, timeout_s: float) -> None:
+    """A rank dies before it connects, and the others catch the error."""
+    print("begun", flush=True)
+    if rank == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        connect("mpi", timeout_s=timeout_s)
+    except TransportError as error:
+        print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
 
 
 def main(backend: str, how: str, timeout_s: str) -> None:
@@ -45,6 +65,8 @@ def main(backend: str, how: str, timeout_s: str) -> None:
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Barrier()  # some ranks take seconds to start, more than the deadline
+        if how == "gone before connecting":
+            return connect_without(1, MPI.COMM_WORLD.Get_rank(), float(timeout_s))
     transport = connect(backend, timeout_s=float(timeout_s))
     transport.all_gather(torch.zeros(1)).wait()
     print("begun", flush=True)
@@ -54,6 +76,14 @@ def main(backend: str, how: str, timeout_s: str) -> None:
             fail(how, transport)
         elif how == "stuck thread":
             transport.channel("never answered")
+        elif how == "gone before a channel":
+            try:
+                transport.channel("incomplete")
+            except TransportError as error:
+                print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+                return
+        elif how == "fork":
+            transport.all_gather(torch.zeros(1)).wait()
         elif how == "unchecked mismatch":
             transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(536)).wait()
         transport.all_gather(torch.zeros(1)).wait()

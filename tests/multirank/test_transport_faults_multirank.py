@@ -116,6 +116,23 @@ def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang() -> None:
         assert "missing: ranks [1]" in reported(done, rank)
 
 
+@pytest.mark.parametrize("how", ["gone before connecting", "gone before a channel"])
+def test_an_error_that_is_caught_while_connecting_to_a_dead_rank_does_not_keep_the_process(how: str) -> None:
+    done = fail("mpi", how, recovery=True, deadline_s=2)
+    assert not done.timed_out, done.explain()
+    for rank in (0, 2):
+        assert seconds(reported(done, rank)) < 6
+
+
+def test_a_forked_child_neither_uses_the_transport_nor_disturbs_its_parent() -> None:
+    done = fail("mpi", "fork", deadline_s=10)
+    assert done.returncode == 0, done.explain()
+    assert done.outputs[1].count("child ended with 0") == 1
+    assert done.outputs[1].count("child ended with 1") == 2
+    assert "a child forked from a rank is no rank" in done.errors[1]
+    assert all("ended normally" in output for output in done.outputs)
+
+
 def test_a_thread_that_fails_does_not_keep_the_job() -> None:
     done = fail("mpi", "thread")
     assert done.returncode == 0, done.explain()

@@ -5,6 +5,7 @@ As a script: `python transport_contract.py BACKEND all|late` runs them on the ra
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from known_rows import DTYPES, column, expected_rows, make_rows, make_splits, sa
 from torch import Tensor
 
 from freescale.transport import (
+    Pending,
     SizeMismatch,
     Transport,
     TransportClosed,
@@ -26,6 +28,7 @@ from freescale.transport import (
     connect,
 )
 from freescale.transport.lane import HostTransport
+from freescale.transport.local import LocalWire
 
 
 def check_an_all_gather_of_equal_blocks_is_in_rank_order(transport: Transport) -> None:
@@ -329,6 +332,22 @@ def late_check_tests_have_a_deadline_too(transport: Transport) -> None:
             lane.all_gather(torch.zeros(1)).wait()
 
 
+def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(transport: Transport) -> None:
+    transport.channel("warm").close()
+    before = held()[:2]
+    patience, transport.timeout_s = transport.timeout_s, 1.0
+    lane = transport.channel("left")
+    if transport.rank != 1:
+        lane.all_gather(torch.zeros(1))
+    transport.timeout_s = patience
+    lane.close()
+    time.sleep(1.5)
+    transport.all_gather(torch.zeros(1)).wait()
+    transport.channel("sweeping").close()
+    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
+        assert all(now <= then for now, then in zip(held()[:2], before, strict=True)), (held(), before)
+
+
 def check_channels_of_different_names_are_refused(transport: Transport) -> None:
     if transport.world_size == 1:
         return
@@ -363,6 +382,39 @@ def check_a_closed_channel_refuses_and_its_parent_goes_on(transport: Transport) 
             closed.channel("more")
     assert done.wait().tolist() == [2] * transport.world_size
     assert transport.all_gather(torch.tensor([3])).wait().tolist() == [3] * transport.world_size
+
+
+def held() -> tuple[int, int, int]:
+    """Threads and files of this process, and the number that MPI gives to the next communicator."""
+    number = 0
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        next_one = MPI.COMM_SELF.Dup()
+        number = next_one.py2f()
+        next_one.Free()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), number
+
+
+def check_closed_channels_hold_nothing(transport: Transport) -> None:
+    n = transport.world_size
+    results: list[Pending] = []
+    for step in range(12):
+        lane = transport.channel("short-lived", check_sizes=step % 2 == 0)
+        below = lane.channel("below")
+        for each in (lane, below):
+            results.append(each.all_gather(torch.tensor([step])))
+            assert results[-1].wait().tolist() == [step] * n
+        if step == 1:
+            lane.all_gather(torch.tensor([step]))  # nobody waits for it
+        transport.all_gather(torch.zeros(1)).wait()
+        lane.close()
+        if step == 3:
+            before = held()
+    transport.all_gather(torch.zeros(1)).wait()  # all have closed theirs
+    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
+        assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
+        assert not any(channel.name == "short-lived" for channel in transport._channels)
 
 
 def check_wrong_arguments_cost_nothing(transport: Transport) -> None:
