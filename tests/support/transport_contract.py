@@ -417,6 +417,29 @@ def check_closed_channels_hold_nothing(transport: Transport) -> None:
         assert not any(channel.name == "short-lived" for channel in transport._channels)
 
 
+def check_a_channel_closed_while_another_thread_uses_it_is_an_error_of_that_name(transport: Transport) -> None:
+    if transport.world_size > 1:  # ranks close at different times, so that peers would wait for each other
+        return
+    errors: list[BaseException] = []
+
+    def use(lane: Transport) -> None:
+        try:
+            while True:
+                lane.all_gather(torch.zeros(1)).wait()
+        except BaseException as error:
+            errors.append(error)
+
+    for step in range(20):
+        lane = transport.channel("hurried")
+        thread = threading.Thread(target=use, args=(lane,), daemon=True)
+        thread.start()
+        time.sleep(0.001 * step)
+        lane.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert [type(error) for error in errors] == [TransportClosed] * 20, errors
+
+
 def check_wrong_arguments_cost_nothing(transport: Transport) -> None:
     n = transport.world_size
     with pytest.raises(ValueError, match="sent_splits must add up"):
