@@ -4,6 +4,8 @@ Launch it with
     torchrun --nproc-per-node 2 examples/ddp_training.py
 """
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -44,6 +46,8 @@ def make_batch(seed: int) -> JaggedBatch:
     return JaggedBatch(columns | {"candidate": Column(candidate, (counts,)), "label": Column(label, (counts,))})
 
 
+if not torch.distributed.is_torchelastic_launched():
+    sys.exit("DDP needs several ranks: torchrun --nproc-per-node 2 examples/ddp_training.py")
 torch.distributed.init_process_group("gloo")
 transport = connect("process_group", timeout_s=60)
 torch.manual_seed(0)

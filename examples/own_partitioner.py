@@ -1,11 +1,12 @@
 """A partition function of your own, and the built-in ones to compare it with (paper, section 4.1).
 
-Launch it with one of
+Alone it runs four ranks as threads: python examples/own_partitioner.py. Or launch it with one of
     torchrun --nproc-per-node 2 examples/own_partitioner.py process_group
     mpiexec -n 2 python examples/own_partitioner.py mpi
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from freescale.balancer import (
     greedy_batch_size,
     home_batch_size,
 )
-from freescale.transport import connect
+from freescale.transport import Transport, connect, local_group
 
 
 def deal_the_long_ones(world: WorldSamples) -> Tensor:
@@ -43,25 +44,33 @@ def make_batch(seed: int) -> JaggedBatch:
     return JaggedBatch({"uih_page": Column(torch.zeros(int(lengths.sum()), dtype=torch.int64), (lengths,))})
 
 
-backend = sys.argv[1] if len(sys.argv) > 1 else "local"
-if backend == "process_group":
-    torch.distributed.init_process_group("gloo")
-transport = connect(backend, timeout_s=60)
-
-partitioners: dict[str, Partitioner] = {
+PARTITIONERS: dict[str, Partitioner] = {
     "deal_the_long_ones": deal_the_long_ones,
     "greedy_batch_size": greedy_batch_size,
     "home_batch_size": home_batch_size(tolerance=0.01),
     "capped": capped(deal_the_long_ones, max_tokens=100_000),
 }
-for name, partitioner in partitioners.items():
-    batches = [make_batch(1000 * transport.rank + step) for step in range(3)]
-    for _, report in balance(batches, transport, "uih_page", partitioner).with_reports():
-        report.loss_scale()
-        if transport.rank == 0 and report.step == 0:
-            moved = 100 * report.bytes_moved / report.bytes_total
-            before, after = report.straggler_before, report.straggler_after
-            print(f"{name}: straggler {before:.2f} % -> {after:.3f} %, {moved:.0f} % of the bytes moved")
-print(f"rank {transport.rank}: done")
-if backend == "process_group":
+
+
+def compare(transport: Transport) -> None:
+    """Balance the same batches with each partitioner, as one rank."""
+    for name, partitioner in PARTITIONERS.items():
+        batches = [make_batch(1000 * transport.rank + step) for step in range(3)]
+        for _, report in balance(batches, transport, "uih_page", partitioner).with_reports():
+            report.loss_scale()
+            if transport.rank == 0 and report.step == 0:
+                moved = 100 * report.bytes_moved / report.bytes_total
+                before, after = report.straggler_before, report.straggler_after
+                print(f"{name}: straggler {before:.2f} % -> {after:.3f} %, {moved:.0f} % of the bytes moved")
+    print(f"rank {transport.rank}: done")
+
+
+if len(sys.argv) == 1:
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(compare, local_group(4, timeout_s=60)))
+elif sys.argv[1] == "process_group":
+    torch.distributed.init_process_group("gloo")
+    compare(connect("process_group", timeout_s=60))
     torch.distributed.destroy_process_group()
+else:
+    compare(connect(sys.argv[1], timeout_s=60))

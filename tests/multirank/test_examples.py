@@ -1,5 +1,8 @@
 """Every example runs on two ranks, as its first lines say."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,23 @@ def test_an_example_runs_on_two_ranks(name: str) -> None:
     for rank, output in enumerate(done.outputs):
         assert f"rank {rank}: " in output, done.explain()
         assert said in output, done.explain()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_alone_runs_or_says_how_to_launch_it(name: str) -> None:
+    command = [sys.executable, str(FOLDER / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if name == "ddp_training.py":
+        assert done.returncode == 1
+        assert done.stderr == f"DDP needs several ranks: torchrun --nproc-per-node 2 examples/{name}\n"
+        return
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: " in done.stdout
+    if name == "own_partitioner.py":
+        before, after = re.findall(r"greedy_batch_size: straggler ([\d.]+) % -> ([\d.]+) %", done.stdout)[0]
+        assert float(after) < 1 < float(before), "alone there would be nothing to balance"
+
+
+def test_the_readme_names_every_example() -> None:
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert [name for name in EXAMPLES if f"(examples/{name})" not in readme] == []
