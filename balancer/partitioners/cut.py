@@ -8,6 +8,8 @@ import numpy as np
 
 from .workload import Floats, Ints
 
+_MOST_STEPS = 200  # of the search; far fewer are needed, but for weights that all but vanish
+
 
 def exact_cut(weights: Floats, speeds: Floats) -> Ints:
     """Cut so that the largest `segment weight / speed` is as small as any contiguous cut can make it.
@@ -30,9 +32,11 @@ def exact_cut(weights: Floats, speeds: Floats) -> Ints:
     low = max(prefix[-1] / float(speeds.sum()), prefix[1] / pace[0])
     best, high = _fill(prefix, pace, low + prefix[1] / min(pace))
     if best is None:
-        best, high = _fill(prefix, pace, prefix[-1] / min(pace))
+        best, high = _fill(prefix, pace, float("inf"))
     assert best is not None, "a cap that lets any rank take everything always works"
-    while high > low * (1 + 1e-11):
+    for _ in range(_MOST_STEPS):
+        if high <= low * (1 + 1e-11):
+            break
         cap = (low + high) / 2
         cuts, time = _fill(prefix, pace, cap)
         if cuts is None:

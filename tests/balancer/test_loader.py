@@ -433,6 +433,7 @@ class SourceInWorker(IterableDataset[Any]):
 def test_balancing_inside_a_dataloader_worker_is_refused() -> None:
     with pytest.raises(RuntimeError, match="not inside a DataLoader worker"):
         list(DataLoader(SourceInWorker(), batch_size=None, num_workers=1))
+    gc.collect()  # or else a later test's thread may be the one that joins the worker
 
 
 @pytest.mark.parametrize(

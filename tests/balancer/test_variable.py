@@ -192,3 +192,10 @@ def test_wrong_arguments_are_named() -> None:
         VariableBatchSize(1, cut="best")  # type: ignore[arg-type]  # the error is what is tested
     with pytest.raises(ValueError, match="alpha must be 1 and autotune False"):
         VariableBatchSize(1, autotune=True, cost=CostModel())
+
+
+def test_weights_that_all_but_vanish_are_cut_too() -> None:
+    for weights in ([5e-324, 0.0], [5e-324] * 5, [1e-323, 5e-324, 5e-324]):
+        cuts = exact_cut(np.array(weights), np.array([2.0]))
+        assert cuts.tolist() == [0, len(weights)]
+        assert exact_cut(np.array([*weights, 0.0, 0.0]), np.array([2.0, 0.5]))[-1] == len(weights) + 2
