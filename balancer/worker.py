@@ -158,10 +158,9 @@ class Worker:
         except BaseException as error:
             if self._protocol.alone:  # peers are done with the step: tell them at the next one
                 self._protocol.run(self._failed(error))
-            elif not isinstance(
-                error, BalancerError | TransportError
-            ):  # those are known to the peers, or they have ended
-                self._protocol.transport.close()  # they wait in an exchange that this rank will not join
+            elif not isinstance(error, BalancerError | TransportError):
+                # Peers do not know, and wait in an exchange that this rank will not join.
+                self._protocol.transport.close()
             raise
         self.queue.put(Item(batch, outcome.report, state))
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -192,6 +193,7 @@ class WorldStep:
         differing = ranks[values[ranks] != values[ranks[0]]] if len(ranks) else ranks
         return (int(ranks[0]), int(differing[0])) if len(differing) else None
 
+    @cached_property
     def samples(self) -> Int64s:
         """The samples of all ranks, by origin rank, then position. Shape [N, 3 + num_gathered].
 

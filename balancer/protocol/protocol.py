@@ -319,12 +319,13 @@ class Protocol:
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
             ours = local.sections.batch[name].levels[1]
-        samples = world.samples()
         if name != self._selection.candidate_column(self.schema):
             sizes = (yield from self._gather_sizes(len(ours))).tolist()
         else:
             ranks = np.repeat(np.arange(world.world_size), world.batch_size)
-            sizes = np.bincount(ranks, weights=samples[:, 1], minlength=world.world_size).astype(np.int64).tolist()
+            sizes = (
+                np.bincount(ranks, weights=world.samples[:, 1], minlength=world.world_size).astype(np.int64).tolist()
+            )
         work = self.transport.all_gather(ours, sizes)
         yield "gather_candidates"
         return self._wait(work, "stage II (gather candidate lengths)")
@@ -370,7 +371,7 @@ class Protocol:
 
     def _world_samples(self, candidate_lengths: Tensor, world: WorldStep) -> WorldSamples:
         assert self.schema is not None
-        columns = torch.from_numpy(np.ascontiguousarray(world.samples().T))
+        columns = torch.from_numpy(np.ascontiguousarray(world.samples.T))
         origin = np.repeat(np.arange(world.world_size), world.batch_size)
         seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
         return WorldSamples(
