@@ -1,0 +1,392 @@
+"""What a step's time goes to, read from a Kineto trace: compute, bubble, exposed traffic, host waits (section 5.2).
+
+The *main stream* is the one that computes most. A step's **bubble** is the time in which that stream runs no compute
+kernel, whatever the reason; *exposed* traffic is the part of it in which data travels. The bubble is the figure to
+compare: traffic counted against kernels of all streams flatters, since one long index kernel on a side stream hides a
+transfer that the model waits for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Event = Mapping[str, Any]
+Interval = tuple[float, float]
+
+TORCHREC_KINDS: tuple[tuple[str, str], ...] = (
+    (r"pec_overlap_dist", "masks"),
+    (r"pec_ol_grad", "urgent gradients"),
+    (r"pec_nol_grad", "background gradients"),
+    (r"pec_ol_compute", "urgent rows"),
+    (r"pec_nol_compute", "background rows"),
+    (r"All2All_Seq_bwd", "gradients"),
+    (r"All2All_Seq_fwd|all2all_sequence", "rows"),
+    (r"kjt |all2all_data:|input_dist|sparse_data_dist", "ids"),
+)
+"""How TorchRec names the launches of its traffic: regular expressions and kinds."""
+
+DENSE_KINDS: tuple[tuple[str, str], ...] = ((r"allreduce|all_reduce|AllReduce|DistributedDataParallel", "dense"),)
+"""The gradients of the replicated part."""
+
+_WAITS = re.compile(
+    r"^(cuda(Stream|Event|Device)Synchronize|cu(Stream|Event|Ctx)Synchronize|cudaMemcpy(2D|3D|ToSymbol|FromSymbol)?"
+    r"|cuMemcpy(DtoH|HtoD)(_v2)?|cudaFree|cudaMalloc|cudaHostAlloc|cudaMallocHost|cudaFreeHost|cudaHostRegister)$"
+)
+_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of traffic, a step.
+
+    Attributes:
+        total_ms: Time in which it travels.
+        exposed_ms: The part of it in which the main stream computes nothing.
+        calls: Kernels (or ranges of host traffic).
+        sent_bytes: What this rank puts in, where the trace says so.
+    """
+
+    total_ms: float
+    exposed_ms: float
+    calls: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """Runtime calls that make the host wait for the device, a step.
+
+    Attributes:
+        call: Name of the runtime call.
+        thread: "trainer", "autograd" (the thread of backward, for which the trainer waits) or "other".
+        where: What encloses it: ranges and operators, outermost first.
+        calls: How many.
+        ms: How long they took.
+    """
+
+    call: str
+    thread: str
+    where: str
+    calls: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of one rank's step, on average over the steps looked at.
+
+    Attributes:
+        num_steps: Steps looked at.
+        step_ms: From the first kernel of a step on the main stream to the first of the next.
+        compute_ms: The main stream runs a compute kernel.
+        bubble_ms: It does not; the sum of the next four.
+        exposed_ms: Data travels between ranks meanwhile.
+        side_ms: Only kernels of other streams run meanwhile.
+        copy_ms: Only copies run meanwhile.
+        idle_ms: Nothing runs.
+        traffic: By kind; kinds that overlap each count in full.
+        host_waits: Longest first.
+    """
+
+    num_steps: int
+    step_ms: float
+    compute_ms: float
+    bubble_ms: float
+    exposed_ms: float
+    side_ms: float
+    copy_ms: float
+    idle_ms: float
+    traffic: dict[str, Traffic]
+    host_waits: list[HostWait]
+
+    def exposed_of(self, *kinds: str) -> float:
+        """Exposed milliseconds of several kinds together; absent ones count as none."""
+        return sum(self.traffic[kind].exposed_ms for kind in kinds if kind in self.traffic)
+
+    def waits_of_trainer(self) -> list[HostWait]:
+        """Waits that hold up the trainer: on its thread, and on autograd's."""
+        return [wait for wait in self.host_waits if wait.thread != "other"]
+
+
+# ---- intervals ---------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Join intervals that touch or overlap; empty ones vanish.
+
+    Example:
+        >>> union([(5, 6), (0, 2), (1, 3), (4, 4)])
+        [(0, 3), (5, 6)]
+    """
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def subtract(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """What is left of some intervals without others; both sorted and disjoint, as `union` gives them.
+
+    Example:
+        >>> subtract([(0, 10), (20, 30)], [(2, 3), (5, 25)])
+        [(0, 2), (3, 5), (25, 30)]
+    """
+    left, first = [], 0
+    for start, end in intervals:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def clip(intervals: Iterable[Interval], low: float, high: float) -> list[Interval]:
+    """Cut intervals to a window.
+
+    Example:
+        >>> clip([(0, 2), (3, 9)], 1, 5)
+        [(1, 2), (3, 5)]
+    """
+    return [(max(start, low), min(end, high)) for start, end in intervals if end > low and start < high]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Add up disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+# ---- the trace ---------------------------------------------------------------------------------------------------
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read what `torch.profiler.profile.export_chrome_trace` wrote, also when compressed (`.gz`)."""
+    content = path.read_bytes()
+    events: list[Event] = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def step_times(
+    events: Sequence[Event],
+    kinds: Sequence[tuple[str, str]] = (*TORCHREC_KINDS, *DENSE_KINDS),
+    *,
+    communication: str = "nccl",
+    host_kinds: Sequence[tuple[str, str]] = (),
+    step_name: str = "step_",
+    skip_first: int = 2,
+    skip_last: int = 1,
+) -> StepTimes:
+    """Divide the time of the steps in a trace of one rank.
+
+    Args:
+        events: What `read_events` gives, from a profile with CPU and CUDA activities in which every step ran inside
+            `record_function(f"{step_name}{number}")`.
+        kinds: Regular expressions and kinds for communication kernels; the first that is found decides. They are
+            searched in what encloses the launch, outermost first, and the kernel's own name and group, joined by "/".
+        communication: Regular expression of the kernels that move data between ranks.
+        host_kinds: Regular expressions and kinds of ranges (`record_function`, on any thread) that are communication by
+            themselves, for transports without kernels.
+        step_name: What the names of the steps' ranges begin with.
+        skip_first: Steps left out at the start.
+        skip_last: Steps left out at the end; at least one, since its end is not seen.
+
+    Raises:
+        ValueError: Too few steps, or no compute kernels on a device, in the trace.
+    """
+    trace = _Trace(events, re.compile(communication), step_name)
+    if skip_last < 1 or len(trace.steps) < skip_first + skip_last + 1:
+        raise ValueError(
+            f"the trace must have more than skip_first + skip_last = {skip_first} + {skip_last} steps (skip_last at "
+            f"least 1), it has {len(trace.steps)}"
+        )
+    if not trace.on_main:
+        raise ValueError("the trace must have compute kernels of a device, it has none")
+    first, last = trace.steps[skip_first], trace.steps[-skip_last]
+    low, high = trace.starts_on_device(first[0]), trace.starts_on_device(last[0])
+    num_steps = len(trace.steps) - skip_first - skip_last
+    return _divide(trace, low, high, num_steps, (kinds, host_kinds), trace.host_waits(first[0], last[0], num_steps))
+
+
+def _divide(
+    trace: _Trace,
+    low: float,
+    high: float,
+    num_steps: int,
+    kinds: tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]],
+    host_waits: list[HostWait],
+) -> StepTimes:
+    """Split the window between the main stream, traffic, other streams and copies, in that order of precedence."""
+
+    def ms(intervals: Iterable[Interval]) -> float:
+        return length(intervals) / 1e3 / num_steps
+
+    def within(found: Iterable[Event]) -> list[Interval]:
+        return union(clip([_span(event) for event in found], low, high))
+
+    main, computing, copies = within(trace.on_main), within(trace.compute), within(trace.copies)
+    traffic, moving = {}, []
+    for kind, found in trace.by_kind(*kinds).items():
+        busy = within(found)
+        shown = [event for event in found if low < _span(event)[1] and _span(event)[0] < high]
+        moving += busy
+        if shown:
+            sent = sum(_sent_bytes(event) for event in shown) / num_steps
+            traffic[kind] = Traffic(ms(busy), ms(subtract(busy, main)), len(shown) / num_steps, sent)
+    travelling = union(moving)
+    bubble = subtract([(low, high)], main)
+    exposed = subtract(travelling, main)
+    side = subtract(subtract(computing, main), travelling)
+    copying = subtract(subtract(subtract(copies, main), travelling), computing)
+    return StepTimes(
+        num_steps=num_steps,
+        step_ms=ms([(low, high)]),
+        compute_ms=ms(main),
+        bubble_ms=ms(bubble),
+        exposed_ms=ms(exposed),
+        side_ms=ms(side),
+        copy_ms=ms(copying),
+        idle_ms=ms(bubble) - ms(exposed) - ms(side) - ms(copying),
+        traffic=traffic,
+        host_waits=host_waits,
+    )
+
+
+class _Trace:
+    """The events of a trace, sorted by what they are.
+
+    Args:
+        events: Complete events.
+        communication: Tells kernels that move data between ranks from those that compute.
+        step_name: What the names of the steps' ranges begin with.
+    """
+
+    def __init__(self, events: Sequence[Event], communication: re.Pattern[str], step_name: str) -> None:
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        self.copies = [e for e in events if e.get("cat") in ("gpu_memcpy", "gpu_memset")]
+        self.compute = [e for e in kernels if not communication.search(e["name"])]
+        self.traffic = [e for e in kernels if communication.search(e["name"])]
+        self.runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+        self.ranges = [e for e in events if e.get("cat") in ("user_annotation", "cpu_op", "python_function")]
+        named = [e for e in self.ranges if e["cat"] == "user_annotation" and e["name"].startswith(step_name)]
+        self.ranges = [e for e in self.ranges if not e["name"].startswith(step_name)]
+        self.steps = sorted(_span(e) for e in named)
+        self._trainer = _thread(named[0]) if named else None
+        self._launches: dict[int, Event] = {}
+        for event in self.runtime:
+            correlation = event.get("args", {}).get("correlation")
+            if correlation is not None and ("aunch" in event["name"] or correlation not in self._launches):
+                self._launches[correlation] = event
+        busy: dict[Any, float] = defaultdict(float)
+        for event in self.compute:
+            busy[_stream(event)] += event.get("dur", 0)
+        main = max(busy, key=lambda stream: busy[stream]) if busy else None
+        self.on_main = [e for e in self.compute if _stream(e) == main]
+        launched = [(launch["ts"], e["ts"]) for e in self.on_main if (launch := self._launch(e)) is not None]
+        self._main_starts = sorted(launched)
+
+    def starts_on_device(self, host_time: float) -> float:
+        """Start of the first kernel on the main stream that was launched at a time or later."""
+        at = bisect_left(self._main_starts, (host_time, 0.0))
+        if at == len(self._main_starts):
+            raise ValueError("a step in the trace launches nothing on the stream that computes most")
+        starts: float = self._main_starts[at][1]
+        return starts
+
+    def by_kind(
+        self, kinds: Sequence[tuple[str, str]], host_kinds: Sequence[tuple[str, str]]
+    ) -> dict[str, list[Event]]:
+        """Sort traffic by kind, and by the name of the collective where no kind is found."""
+        sorted_out: dict[str, list[Event]] = defaultdict(list)
+        launches = [launch for e in self.traffic if (launch := self._launch(e)) is not None]
+        enclosing = _enclosing(self.ranges, launches)
+        for event in self.traffic:
+            arguments, launch = event.get("args", {}), self._launch(event)
+            names = enclosing[id(launch)] if launch is not None else []
+            own = [arguments.get("Process Group Description"), arguments.get("Collective name"), event["name"]]
+            text = "/".join([*names, *(str(each) for each in own if each)])
+            default = f"other: {arguments.get('Collective name') or event['name']}"
+            sorted_out[_first_match(kinds, text) or default].append(event)
+        for event in self.ranges:
+            if event["cat"] == "user_annotation" and (kind := _first_match(host_kinds, event["name"])):
+                sorted_out[kind].append(event)
+        return sorted_out
+
+    def host_waits(self, low: float, high: float, num_steps: int) -> list[HostWait]:
+        """Find runtime calls between two host times that wait for the device or may do so."""
+        pageable = {e.get("args", {}).get("correlation") for e in self.copies if "Pageable" in e["name"]}
+        found = []
+        for event in self.runtime:
+            may_wait = _WAITS.match(event["name"]) or event.get("args", {}).get("correlation") in pageable
+            if may_wait and low <= event["ts"] < high:
+                found.append(event)
+        autograd = {_thread(e) for e in self.ranges if e["name"].startswith("autograd::engine::evaluate_function")}
+        enclosing = _enclosing(self.ranges, found)
+        groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        for event in found:
+            thread = _thread(event)
+            role = "trainer" if thread == self._trainer else "autograd" if thread in autograd else "other"
+            groups[event["name"], role, " / ".join(enclosing[id(event)])].append(event.get("dur", 0) / 1e3)
+        waits = [HostWait(*key, len(took) / num_steps, sum(took) / num_steps) for key, took in groups.items()]
+        return sorted(waits, key=lambda wait: -wait.ms)
+
+    def _launch(self, kernel: Event) -> Event | None:
+        return self._launches.get(kernel.get("args", {}).get("correlation"))
+
+
+def _enclosing(ranges: Sequence[Event], events: Sequence[Event]) -> dict[int, list[str]]:
+    """Names of the ranges around events on their own thread, outermost first, by the events' `id`."""
+    threads: dict[Any, tuple[list[Event], list[Event]]] = defaultdict(lambda: ([], []))
+    for event in events:
+        threads[_thread(event)][1].append(event)
+    for event in ranges:
+        if _thread(event) in threads:
+            threads[_thread(event)][0].append(event)
+    names = {}
+    for around, asked in threads.values():
+        around.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
+        opened: list[Event] = []
+        at = 0
+        for event in sorted(asked, key=lambda e: float(e["ts"])):
+            while at < len(around) and around[at]["ts"] <= event["ts"]:
+                opened.append(around[at])
+                at += 1
+            opened = [e for e in opened if _span(e)[1] > event["ts"]]
+            names[id(event)] = [e["name"] for e in opened]
+    return names
+
+
+def _first_match(kinds: Sequence[tuple[str, str]], text: str) -> str | None:
+    return next((kind for pattern, kind in kinds if re.search(pattern, text)), None)
+
+
+def _span(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event.get("dur", 0)
+
+
+def _thread(event: Event) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _stream(event: Event) -> Any:
+    return event.get("args", {}).get("stream")
+
+
+def _sent_bytes(event: Event) -> int:
+    arguments = event.get("args", {})
+    return int(arguments.get("In msg nelems") or 0) * _BYTES.get(str(arguments.get("dtype")), 1)
