@@ -1,0 +1,229 @@
+"""How long ranks wait, with real kernels on one device: ranks' batches in turn, the barrier computed (Figures 2, 8)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from .arguments import at_least_one
+from .compute_fit import ComputeFit
+from .environment import environment
+from .lengths import length_source
+from .tables import Table, print_table, write_result
+from .virtual_rank_timing import ModelSize, RankTimer, reference_step
+from .virtual_study import AS_LOADED, COST_MODEL, FLOOR, LEARNING_STEPS, Outcome, Point, Scale, Study, points
+
+_EPILOG = """examples:
+  python -m freescale.bench.virtual_ranks                      # on a GPU if there is one, else small on the CPU
+  python -m freescale.bench.virtual_ranks --lengths data.parquet:uih_page --base 2000 64 16 --budget-s 60
+
+Every rank's batch is trained on, forward and backward, by the reference model on this one device. The ranks of a step
+then wait for the slowest of them: that alone is computed. Straggler percentage is the mean waiting time as a share of
+the step. The floor gives all ranks the same batch: what is left is the noise of timing. The cost model has learned from
+other global batches."""
+
+_SCALES = {
+    "cuda": Scale(
+        Point(21000, 128, 64), (2000, 4000, 8000, 16000), (32, 64, 256), (16, 32, 128, 256), 1.0, ModelSize(256, 4)
+    ),
+    "cpu": Scale(Point(21000, 32, 32), (2000, 8000), (8, 16), (8, 64), 1 / 64, ModelSize(32, 2, 2048)),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options, Console())
+    except ValueError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.virtual_ranks",
+        description="Measure how long ranks wait for the slowest, with and without balancing, on one device.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, count = parser.add_argument, at_least_one
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    add("--lengths", default="lognormal", metavar="SOURCE", help="as of bench.partition (default lognormal)")
+    add("--base", type=count, nargs=3, metavar=("LENGTH", "BATCH", "RANKS"), help="longest history, batch size, ranks")
+    add("--max-length", type=count, nargs="*", metavar="N", help="other cuts of the history, at the base's rest")
+    add("--batch-size", type=count, nargs="*", metavar="N", help="other batch sizes, at the base's rest")
+    add("--world-size", type=count, nargs="*", metavar="N", help="other numbers of ranks, at the base's rest")
+    add("--length-scale", type=float, metavar="X", help="factor on all lengths after the cut (CPU: 1/64)")
+    add("--batches", type=count, default=1, metavar="N", help="global batches that are judged (default 1)")
+    add("--repeats", type=count, metavar="N", help="take the least of so many times (default 1; on a CPU, 3)")
+    add("--width", type=count, metavar="N", help="width of the model")
+    add("--heads", type=count, metavar="N", help="attention heads of the model")
+    add("--budget-s", type=float, default=120.0, metavar="S", help="begin no point that would end later (default 120)")
+    add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
+    add("--json", type=Path, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    return parser
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    if options.plot is not None:
+        from .virtual_plot import draw  # before the work, so that a missing library shows at once
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, there is none")
+    scale = _scale(options, _SCALES[device.type])
+    source = length_source(options.lengths)
+    repeats = options.repeats or (1 if device.type == "cuda" else 3)
+    timer = RankTimer(reference_step(scale.model, device, options.seed), device, repeats)
+    study = Study(timer, source, scale, options.seed)
+    outcomes = _measure_all(study, scale, options, console)
+    table = _table(f"{source.title}, lengths x {scale.length_scale:g}, on {_device_name(device)}", outcomes)
+    print_table(table, console)
+    fit = study.fit()
+    remarks = [*study.remarks, verdict(outcomes, scale.base), _said(fit)]
+    for remark in remarks:
+        console.print(remark, soft_wrap=True)
+    if options.json is not None:
+        found = {
+            "kind": "virtual_ranks",
+            "environment": environment(),
+            "device": _device_name(device),
+            "model": asdict(scale.model),
+            "length_scale": scale.length_scale,
+            "lengths": options.lengths,
+            "fit": fit.to_dict(),
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+        }
+        _write(options.json, json.dumps(found, indent=1) + "\n")
+        console.print(f"figures: {options.json}")
+    if options.plot is not None:
+        draw(outcomes, scale.base, options.plot, source.title)
+        console.print(f"picture: {options.plot}")
+    if options.results is not None:
+        title = "Virtual ranks: how long ranks wait for the slowest"
+        path = write_result(options.results, "virtual_ranks", title, environment(), [_METHOD, table, *remarks])
+        console.print(f"written to {path}")
+
+
+_METHOD = (
+    "Every rank's batch is trained on, forward and backward, on one device, rank after rank and all plans in turn; "
+    "only the barrier is computed. Sparsity is Eq. 1, the mean over ranks. The floor gives all ranks the same batch. "
+    f"The cost model has learned from {LEARNING_STEPS} other global batches, as loaded and by VBS in turn."
+)
+
+
+def _scale(options: argparse.Namespace, usual: Scale) -> Scale:
+    """What was asked for, or what is usual on the device. With a base of one's own the axes are empty."""
+    own = options.base is not None
+    base = Point(*options.base) if own else usual.base
+
+    def axis(asked: list[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(asked) if asked is not None else () if own else default
+
+    length_scale = usual.length_scale if options.length_scale is None else options.length_scale
+    if not 0 < length_scale <= 1:
+        raise ValueError(f"--length-scale must be over 0 and at most 1, got {length_scale}")
+    model = replace(
+        usual.model, width=options.width or usual.model.width, num_heads=options.heads or usual.model.num_heads
+    )
+    if model.width % model.num_heads:
+        raise ValueError(f"--width must be a multiple of --heads, got {model.width} and {model.num_heads}")
+    return Scale(
+        base,
+        axis(options.max_length, usual.lengths),
+        axis(options.batch_size, usual.batch_sizes),
+        axis(options.world_size, usual.world_sizes),
+        length_scale,
+        model,
+    )
+
+
+def _measure_all(study: Study, scale: Scale, options: argparse.Namespace, console: Console) -> list[Outcome]:
+    start, outcomes = time.monotonic(), list[Outcome]()
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("learning", total=None)
+        study.learn(lambda: progress.advance(task))
+        for point in points(scale):
+            spent = time.monotonic() - start
+            if outcomes and spent + study.predicted_s(point, options.batches) > options.budget_s:
+                study.remarks.append(f"{point}: left out, it would not end within {options.budget_s:g} s")
+                continue
+            progress.reset(task, total=point.world_size * options.batches, description=str(point))
+            outcomes += study.measure(point, options.batches, lambda: progress.advance(task))
+    return outcomes
+
+
+def verdict(outcomes: Sequence[Outcome], base: Point) -> str:
+    """Say in one sentence what the base point shows, beside the paper's goals."""
+    at_base = {
+        o.partitioner: o.straggler_percentage
+        for o in outcomes
+        if Point(o.max_length, o.batch_size, o.world_size) == base
+    }
+    before, after, floor = at_base[AS_LOADED], at_base["FBS"], at_base[FLOOR]
+    return (
+        f"At {base} (longest history / batch size / ranks) ranks wait {before:.1f} % of a step as loaded and "
+        f"{after:.2f} % with FBS, {before / max(after, 1e-9):.1f} times less (the paper: more than nine times at "
+        f"21,000 / 128 / 64). The measured cost model is at {at_base[COST_MODEL]:.2f} %, "
+        f"{at_base[COST_MODEL] - floor:+.2f} points from the floor of {floor:.2f} %."
+    )
+
+
+def _said(fit: ComputeFit) -> str:
+    return (
+        f"Compute time, fitted to all batches: {1e3 * fit.step:.3g} ms a step + {1e9 * fit.item:.3g} ns an item + "
+        f"{1e12 * fit.item_squared:.3g} ps a squared length + {1e6 * fit.sample:.3g} us a sample; what is left over is "
+        f"{100 * fit.error:.2f} % (root mean square), of which timing noise {100 * fit.noise:.2f} %."
+    )
+
+
+def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
+    heads = [
+        "length / batch / ranks, partitioner",
+        "straggler %",
+        "least to most",
+        "sparsity %",
+        "mean rank ms",
+        "step ms",
+    ]
+    table = Table(title, heads)
+    for o in outcomes:
+        point = Point(o.max_length, o.batch_size, o.world_size)
+        ends = dict.fromkeys(f"{v:.2f}" for v in (o.straggler_percentage_least, o.straggler_percentage_most))
+        table.add(
+            f"{point}, {o.partitioner}",
+            f"{o.straggler_percentage:.2f}",
+            " to ".join(ends),
+            f"{100 * o.sparsity:.1f}",
+            f"{o.mean_ms:.2f}",
+            f"{o.step_ms:.2f}",
+        )
+    return table
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU, one thread"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
