@@ -25,11 +25,11 @@ def connect(
     """Join the other ranks. Collective: all ranks call it with the same backend and options.
 
     Args:
-        backend: "local" (this process alone; `local_group` makes more ranks), "process_group" (torchrun, gloo) or
-            "mpi" (mpiexec).
+        backend: "local" (this process alone; `local_group` makes more ranks), "process_group" (torchrun: gloo, and NCCL
+            for CUDA tensors) or "mpi" (mpiexec).
         timeout_s: Deadline of every wait, in seconds. A peer that is later than this is an error.
-        check_sizes: Whether ranks compare sizes before they move data; see `Transport`. "local" and "process_group"
-            always do.
+        check_sizes: Whether ranks compare sizes before they move data; see `Transport`. "local" always does, and so
+            does "process_group" for host tensors.
         group: The ranks, for "process_group"; None means all of them.
         communicator: The ranks, for "mpi"; None means COMM_WORLD.
 
@@ -58,7 +58,7 @@ def connect(
     if backend == "process_group":
         from .process_group import connect_process_group
 
-        return connect_process_group(group, timeout_s)
+        return connect_process_group(group, timeout_s, check_sizes)
     if backend == "mpi":
         from .mpi import connect_mpi
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +36,8 @@ class Exchange:
         out: What the caller gets.
         kept_bytes: Bytes of this rank's own piece.
         incomplete: Some rank's piece is not moved, because the two disagree; `out` must not be given to the caller.
+        ready: For CUDA tensors: comes when `source` may be read and `target` be written.
+        join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
     """
 
     operation: Operation
@@ -52,6 +54,8 @@ class Exchange:
     out: Tensor
     kept_bytes: int
     incomplete: bool = False
+    ready: torch.cuda.Event | None = None
+    join: Callable[[], object] | None = None
 
     def outgoing(self, peer: int) -> Tensor:
         """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
@@ -67,14 +71,21 @@ class Exchange:
         self.incomplete = True
 
 
-def plan_all_gather(rank: int, world_size: int, block: Tensor, sizes: Splits | None, out: Tensor | None) -> Exchange:
-    """Check the arguments of an all_gather and lay out its bytes.
+def plan_all_gather(
+    rank: int,
+    world_size: int,
+    block: Tensor,
+    sizes: Splits | None,
+    out: Tensor | None,
+    devices: Sequence[str] = ("cpu",),
+) -> Exchange:
+    """Check the arguments of an all_gather and lay out its bytes. `devices` are the types that the backend moves.
 
     Raises:
         ValueError: See `Transport.all_gather`.
         TypeError: `block` or `out` is no tensor.
     """
-    _check_rows("block", block)
+    _check_rows("block", block, devices)
     rows = len(block)
     sent = np.full(world_size, rows)
     received = sent if sizes is None else _read_splits("sizes", sizes, world_size)
@@ -90,14 +101,15 @@ def plan_all_to_all(
     sent_splits: Splits,
     received_splits: Splits,
     out: Tensor | None,
+    devices: Sequence[str] = ("cpu",),
 ) -> Exchange:
-    """Check the arguments of an all_to_all and lay out its bytes.
+    """Check the arguments of an all_to_all and lay out its bytes. `devices` are the types that the backend moves.
 
     Raises:
         ValueError: See `Transport.all_to_all`.
         TypeError: `rows` or `out` is no tensor.
     """
-    _check_rows("rows", rows)
+    _check_rows("rows", rows, devices)
     sent = _read_splits("sent_splits", sent_splits, world_size)
     received = _read_splits("received_splits", received_splits, world_size)
     if int(sent.sum()) != len(rows):
@@ -110,10 +122,12 @@ def plan_all_to_all(
     return _lay_out("all_to_all", rank, "rows", rows, sent, received, out)
 
 
-def _check_rows(name: str, rows: Tensor) -> None:
+def _check_rows(name: str, rows: Tensor, devices: Sequence[str]) -> None:
     if not isinstance(rows, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(rows).__name__}")
-    if rows.device.type != "cpu":
+    if rows.device.type not in devices:
+        if len(devices) > 1:
+            raise ValueError(f"{name} must be in the memory of {' or '.join(devices)}, got a tensor on {rows.device}")
         raise ValueError(
             f"{name} must be in host memory, got a tensor on {rows.device}: copy it with .cpu() first; "
             "this backend moves host memory only"
@@ -153,7 +167,9 @@ def _lay_out(
     received_at = np.cumsum(received)
     shape = (int(received_at[-1]), *rows.shape[1:])
     received_at -= received
-    out = torch.empty(shape, dtype=rows.dtype, device="cpu") if out is None else _check_out(out, shape, name, rows)
+    out = (
+        torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else _check_out(out, shape, name, rows)
+    )
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
     gathers = operation == "all_gather"
     exchange = Exchange(
@@ -174,11 +190,15 @@ def _lay_out(
     if exchange.kept_bytes:
         exchange.incoming(rank).copy_(exchange.outgoing(rank))
     exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
+    if rows.is_cuda:
+        exchange.ready = torch.cuda.current_stream(rows.device).record_event()
     return exchange
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> Tensor:
-    _check_rows("out", out)
+    _check_rows("out", out, (rows.device.type,))
+    if out.device != rows.device:
+        raise ValueError(f"out must be on the device of {name}, {rows.device}, got {out.device}")
     if out.dtype != rows.dtype:
         raise ValueError(f"out must have the dtype of {name}, {rows.dtype}, got {out.dtype}")
     if out.shape != shape:

@@ -28,6 +28,7 @@ class HostTransport(Transport):
     def __init__(self, wire: Wire, name: str, rank: int, world_size: int, timeout_s: float, check_sizes: bool) -> None:
         self.rank, self.world_size = rank, world_size
         self.timeout_s, self.check_sizes = timeout_s, check_sizes
+        self._checks_device_sizes = check_sizes  # of CUDA tensors; host tensors may have to be compared in any case
         self.name = name
         self._wire = wire
         self._sequence = 0
@@ -41,7 +42,7 @@ class HostTransport(Transport):
         """See `Transport.all_gather`."""
         with self._turn:
             self._refuse_when_closed("all_gather")
-            return self._begin(plan_all_gather(self.rank, self.world_size, block, sizes, out))
+            return self._begin(plan_all_gather(self.rank, self.world_size, block, sizes, out, self._wire.devices))
 
     def all_to_all(
         self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
@@ -49,21 +50,23 @@ class HostTransport(Transport):
         """See `Transport.all_to_all`."""
         with self._turn:
             self._refuse_when_closed("all_to_all")
-            return self._begin(plan_all_to_all(self.rank, self.world_size, rows, sent_splits, received_splits, out))
+            return self._begin(
+                plan_all_to_all(self.rank, self.world_size, rows, sent_splits, received_splits, out, self._wire.devices)
+            )
 
     def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         """See `Transport.channel`."""
         with self._turn:
             self._refuse_when_closed("channel")
-            check_sizes = self.check_sizes if check_sizes is None else check_sizes
-            check_sizes = check_sizes or self._wire.size_check != "if asked"
+            asked = self._checks_device_sizes if check_sizes is None else check_sizes
+            check_sizes = asked or self._wire.size_check != "if asked"
             encoded_name(name)
             # What is under way comes first on every rank, so that backends see their collectives in one order.
             for pending in list(self._under_way):
                 pending._wait_until_finished()
             self._refuse_when_closed("channel")
             wire = self._wire.split(check_sizes, self.timeout_s)
-            made = open_lane(wire, name, self.rank, self.world_size, self.timeout_s, check_sizes)
+            made = open_lane(wire, name, self.rank, self.world_size, self.timeout_s, check_sizes, asked)
             made._parent = self
             self._channels.add(made)
             if self._closed is not None:  # by another thread, meanwhile
@@ -134,7 +137,9 @@ class HostPending(Pending):
         self._data: Ticket | None = None
         self._mine = self._theirs = np.empty((0, 5), dtype=np.int64)
         with _Blame(self):
-            if lane.check_sizes and lane._wire.size_check != "in the backend":
+            on_device = exchange.ready is not None
+            checks = lane._checks_device_sizes if on_device else lane.check_sizes
+            if checks and (on_device or lane._wire.size_check != "in the backend"):
                 self._exchange_sizes()
 
     def test(self) -> bool:
@@ -157,6 +162,8 @@ class HostPending(Pending):
                 self._wait_until_finished()
         if self._error is not None:
             raise self._error
+        if self._exchange.join is not None:
+            self._exchange.join()
         return self._exchange.out
 
     def _wait_until_finished(self) -> None:
@@ -282,10 +289,23 @@ def encoded_name(name: str) -> bytes:
     return encoded.ljust(NAME_BYTES, b"\0")
 
 
-def open_lane(wire: Wire, name: str, rank: int, world_size: int, timeout_s: float, check_sizes: bool) -> HostTransport:
-    """Make a channel over a new wire, and make sure that all ranks made the same one; collective."""
+def open_lane(
+    wire: Wire,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    check_sizes: bool,
+    check_device_sizes: bool | None = None,
+) -> HostTransport:
+    """Make a channel over a new wire, and make sure that all ranks made the same one; collective.
+
+    `check_device_sizes`, for CUDA tensors, is like `check_sizes` unless told.
+    """
     lane = HostTransport(wire, name, rank, world_size, timeout_s, check_sizes)
-    mine = encoded_name(name) + bytes([check_sizes])
+    if check_device_sizes is not None:
+        lane._checks_device_sizes = check_device_sizes
+    mine = encoded_name(name) + bytes([check_sizes, lane._checks_device_sizes])
     # Says nothing of sizes, which cannot be compared before all are known to compare them.
     lane.check_sizes = False
     block = torch.frombuffer(bytearray(mine), dtype=torch.uint8).reshape(1, -1)
@@ -303,4 +323,4 @@ def open_lane(wire: Wire, name: str, rank: int, world_size: int, timeout_s: floa
 
 def _describe(encoded: bytes) -> str:
     name = encoded[:NAME_BYTES].rstrip(b"\0").decode(errors="replace")
-    return f"'{name}' with check_sizes={bool(encoded[NAME_BYTES])}"
+    return f"'{name}' with check_sizes={bool(encoded[NAME_BYTES + 1])}"

@@ -137,6 +137,7 @@ class _LocalTicket:
 class LocalWire:
     """One rank's end of a meeting."""
 
+    devices: tuple[str, ...] = ("cpu",)
     size_check: SizeCheck = "in the backend"
 
     def __init__(self, meeting: Meeting, rank: int) -> None:

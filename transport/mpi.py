@@ -69,6 +69,7 @@ class MpiWire:
     same parent takes over those of one that all ranks have closed.
     """
 
+    devices: tuple[str, ...] = ("cpu",)
     size_check: SizeCheck = "if asked"
 
     def __init__(self, parting: Parting, berth: _Berth, check_sizes: bool) -> None:

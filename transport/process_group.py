@@ -1,4 +1,4 @@
-"""Ranks of a torch.distributed process group, over gloo: host memory, for users of torchrun (paper, section 3.3)."""
+"""Ranks of a torch.distributed process group: gloo for host memory, NCCL for CUDA (paper, section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from .device_wire import DeviceWire
 from .errors import TransportClosed, TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
-from .wire import Purpose, SizeCheck
+from .nccl import NcclEngine
+from .wire import Purpose, SizeCheck, Wire
 
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _c10d: Any = dist  # torch's stubs lack what is used through this name
@@ -35,12 +37,14 @@ _abandoned: list[tuple[list[_Gloo], list[_GlooTicket]]] = []  # closed with tran
 _num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
-def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float) -> HostTransport:
+def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, check_sizes: bool) -> HostTransport:
     """Make the first channel between the ranks of a group; collective. The group itself carries nothing of ours.
 
     Args:
-        group: The ranks; None means all of them. Its backend does not matter: ours is gloo.
+        group: The ranks; None means all of them. Its backend does not matter: ours are gloo for host tensors and, where
+            torch has it and there is a GPU, NCCL for CUDA tensors.
         timeout_s: Deadline of every wait, in seconds.
+        check_sizes: Whether ranks compare the sizes of CUDA tensors first. Those of host tensors they always do.
 
     Raises:
         Unavailable: torch.distributed is not initialised, or this is a DataLoader worker.
@@ -63,7 +67,11 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float) -> 
     prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
     place = _Place(store, f"{prefix}/{number}", rank, len(members))
-    return open_lane(GlooWire(place, timeout_s), "main", rank, len(members), timeout_s, True)
+    wire: Wire = GlooWire(place, timeout_s)
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
+        wire = DeviceWire(wire, NcclEngine(nccl_store, rank, len(members), timeout_s))
+    return open_lane(wire, "main", rank, len(members), timeout_s, True, check_sizes)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class GlooWire:
     receiver's process. So sizes are always compared, in messages whose length is fixed.
     """
 
+    devices: tuple[str, ...] = ("cpu",)
     size_check: SizeCheck = "always"
 
     def __init__(self, place: _Place, timeout_s: float) -> None:

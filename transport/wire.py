@@ -27,10 +27,13 @@ class Wire(Protocol):
     """A backend's lane between the ranks. Calls come from one thread at a time.
 
     Attributes:
+        devices: Types of the devices whose memory it moves.
         size_check: Whether ranks compare sizes over this wire: "if asked" for; "always", because the backend does not
             survive a disagreement; or "in the backend", which compares by itself in both ranks, whatever is asked.
+            This concerns host memory. CUDA tensors are compared if asked, wherever they are moved at all.
     """
 
+    devices: tuple[str, ...]
     size_check: SizeCheck
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
