@@ -18,7 +18,7 @@ from torch import Tensor
 _REACH = 2**62  # said to be the size of the address range; never touched beyond the ranges asked for
 
 
-def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Tensor:
+def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtype: torch.dtype = torch.uint8) -> Tensor:
     """Copy byte ranges, one after the other, into a new buffer.
 
     The caller answers for the memory: every range must be readable host memory that stays alive during the call.
@@ -26,33 +26,41 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Ten
     Args:
         addresses: First byte of each range, absolute. Shape [n], int64. Ranges may overlap and repeat, in any order.
         sizes: Bytes of each range, not negative. Shape [n], int64.
+        dtype: What the bytes are; their number must be a multiple of its size.
 
     Returns:
-        The bytes. Shape [sizes.sum()], uint8, 64-byte aligned, owned by the tensor.
+        The bytes as elements of `dtype`. Shape [sizes.sum() / dtype.itemsize], 64-byte aligned, owned by the tensor.
 
     Example:
         >>> text = torch.tensor(list(b"the free scale"), dtype=torch.uint8)
         >>> bytes(gather_ranges(text.data_ptr() + np.array([9, 4, 3]), np.array([5, 4, 0]))).decode()
         'scalefree'
     """
-    n, total = len(addresses), int(sizes.sum())
+    total = int(sizes.sum())
     if total == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(_gather(addresses, sizes, total), dtype=dtype, count=total // dtype.itemsize)
+
+
+def _gather(addresses: NDArray[np.int64], sizes: NDArray[np.int64], total: int) -> pa.Buffer:
+    """Copy ranges into a buffer of Arrow's; `total` is the sum of the sizes, over 0."""
+    n = len(addresses)
     # Values 0, 2, 4, … of the array are the ranges; the values between them span from the end of one range to the
     # start of the next, may be negative, and are never taken. Arrow reserves (mean value length * values taken) bytes,
     # so the last offset is set to make that estimate right.
     base = int(addresses.min())
-    offsets = np.empty(2 * n + 2, dtype=np.int64)
-    np.subtract(addresses, base, out=offsets[0 : 2 * n : 2])
-    np.add(offsets[0 : 2 * n : 2], sizes, out=offsets[1 : 2 * n : 2])
-    offsets[2 * n] = offsets[0]
-    offsets[2 * n + 1] = offsets[0] + total * (2 * n + 1) // n + 256
-    memory = pa.foreign_buffer(base, _REACH)
-    ranges = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 2 * n + 1, [None, pa.py_buffer(offsets), memory])
-    taken = _TAKE.call([ranges, _every_other(n)], _UNCHECKED)
-    return torch.utils.dlpack.from_dlpack(pa.UInt8Array.from_buffers(pa.uint8(), total, [None, taken.buffers()[2]]))
+    offsets = np.empty((n + 1, 2), dtype=np.int64)
+    starts = offsets[:n, 0]
+    np.subtract(addresses, base, out=starts)
+    np.add(starts, sizes, out=offsets[:n, 1])
+    first = offsets[0, 0]
+    offsets[n] = first, first + total * (2 * n + 1) // n + 256
+    buffers = [None, pa.py_buffer(offsets), pa.foreign_buffer(base, _REACH)]
+    ranges = pa.LargeBinaryArray.from_buffers(_BINARY, 2 * n + 1, buffers)
+    return _TAKE.call([ranges, _every_other(n)], _UNCHECKED).buffers()[2]
 
 
+_BINARY = pa.large_binary()
 _TAKE = pc.get_function("array_take")
 _UNCHECKED = pc.TakeOptions(boundscheck=False)  # checking costs a third of small copies
 _EVERY_OTHER = pa.array(np.arange(0, 2 << 12, 2))
