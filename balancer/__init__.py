@@ -15,6 +15,7 @@ from .partitioners.constraints import capped, grouped, keep_together
 from .partitioners.cost import CostModel
 from .partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
 from .partitioners.variable import VariableBatchSize
+from .pipeline import Prefetching, StagedPipeline
 from .plan import Cost, Partitioner, WorldSamples
 from .report import Report
 
@@ -33,9 +34,11 @@ __all__ = [
     "PeerClosed",
     "PeerFailed",
     "PlanMismatch",
+    "Prefetching",
     "ProtocolError",
     "Report",
     "SchemaMismatch",
+    "StagedPipeline",
     "VariableBatchSize",
     "WorldSamples",
     "adapter_for",

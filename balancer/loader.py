@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from ..transport import Transport, TransportTimeout
 from .adapters.adapt import Adapter, adapter_for, adapter_from
+from .arguments import check_arguments, checked_lengths, refuse_in_worker
 from .batches.batch import JaggedBatch
 from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
@@ -88,10 +86,8 @@ class BalancedLoader(Generic[T]):
         drop_small: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        _refuse_in_worker()
-        _check_arguments(transport, lengths, partitioner, jagged, pin_memory)
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
-            raise ValueError(f"prefetch must be an integer of at least 1, got {prefetch!r}")
+        refuse_in_worker()
+        check_arguments(transport, lengths, partitioner, jagged, prefetch, pin_memory)
         self.dataloader = dataloader
         self.last_report: Report | None = None
         self._source: Source = source_of(dataloader, lambda batch: self._flatten(batch).fingerprint())
@@ -143,7 +139,7 @@ class BalancedLoader(Generic[T]):
 
     def start(self) -> BalancedIterator[T]:
         """Begin an epoch: an iterator over (batch, report) pairs. An epoch that is still running is left."""
-        _refuse_in_worker()
+        refuse_in_worker()
         self.close()
         self._seconds, self.last_report = (-1, math.nan), None
         state = self._loaded or self._fresh_state()
@@ -222,7 +218,7 @@ class BalancedLoader(Generic[T]):
             self._schema, self._provisional = schema, columns.batch_size == 0
         lengths = None
         if self._measure_lengths is not None:
-            lengths = _checked_lengths(self._measure_lengths(batch), columns.batch_size)
+            lengths = checked_lengths(self._measure_lengths(batch), columns.batch_size)
         sections = Sections(columns, self._schema)
         samples = self._selection.sample_words(columns, self._schema, sections.payload_bytes(), lengths)
         items = np.array([len(columns[name].values) for name in columns.names], np.int64)
@@ -253,24 +249,38 @@ class BalancedLoader(Generic[T]):
         yield
         self.record_seconds(clock() - started)
 
-    def record_seconds(self, seconds: float) -> None:
-        """Tell the compute seconds of the step whose batch was handed out last, measured by other means."""
+    def record_seconds(self, seconds: float, step: int | None = None) -> None:
+        """Tell the compute seconds of a step, measured by other means.
+
+        Args:
+            seconds: Without waiting for other ranks.
+            step: `report.step` of the batch; by default of the one handed out last.
+        """
         if not seconds >= 0 or not math.isfinite(seconds):
             raise ValueError(f"seconds must be finite and at least 0, got {seconds}")
         if self.last_report is not None:
-            self._seconds = (self.last_report.step, seconds)
+            self._seconds = (self.last_report.step if step is None else step, seconds)
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def running_state(self) -> dict[str, Any] | None:
+        """Where the running epoch stands, for `state_dict` of whoever takes batches ahead of the trainer."""
+        return self._state
+
+    def state_dict(self, at: dict[str, Any] | None = None) -> dict[str, Any]:
         """What to load to go on with the first batch that was not handed out yet. Every rank saves its own.
+
+        Args:
+            at: An earlier `running_state`: go on with the batch that was handed out next then.
 
         Raises:
             ValueError: An epoch is under way and the wrapped loader shuffles without a state of its own.
         """
-        if self._state is not None and self._state["step"] and isinstance(self._source, ReplayedSource):
+        state = at or self._loaded or self._state or self._next or self._fresh_state()
+        if (at or self._state) and state["step"] and isinstance(self._source, ReplayedSource):
             self._source.refuse_shuffling()
-        return copy.deepcopy(self._loaded or self._state or self._next or self._fresh_state())
+        return copy.deepcopy(state)
 
     def _fresh_state(self) -> dict[str, Any]:
         """The state of an epoch that has not begun."""
@@ -338,7 +348,7 @@ class BalancedIterator(Generic[T]):
     """One epoch of a balanced loader. Forgetting it leaves the epoch."""
 
     def __init__(self, loader: BalancedLoader[T], worker: Worker) -> None:
-        self._loader = loader
+        self.loader = loader
         self._worker: Worker | None = worker
         self._leave = weakref.finalize(self, worker.close)
         self._leave.atexit = False
@@ -349,7 +359,7 @@ class BalancedIterator(Generic[T]):
     def __next__(self) -> tuple[T, Report]:
         if self._worker is None:
             raise StopIteration
-        if self._loader._worker is not self._worker:
+        if self.loader._worker is not self._worker:
             raise RuntimeError("this iteration was left when its loader was closed, loaded a state or iterated again")
         started = time.perf_counter()
         entry = self._worker.take()
@@ -358,43 +368,8 @@ class BalancedIterator(Generic[T]):
             self._leave.detach()
             if entry.error is not None:
                 raise entry.error
-            self._loader._finished(entry.state)
+            self.loader._finished(entry.state)
             raise StopIteration
         entry.report.exposed_seconds = time.perf_counter() - started
-        self._loader._hand_out(entry.report, entry.state)
+        self.loader._hand_out(entry.report, entry.state)
         return entry.batch, entry.report
-
-
-def _check_arguments(transport: object, lengths: object, partitioner: object, jagged: object, pin_memory: bool) -> None:
-    """Refuse what no later check would name."""
-    if not isinstance(transport, Transport):
-        raise TypeError(f"transport must come from freescale.transport.connect, got {type(transport).__name__}")
-    if isinstance(partitioner, type):
-        raise TypeError(f"partitioner must be made first: pass {partitioner.__name__}(…), not the class")
-    if not callable(partitioner):
-        raise TypeError(f"partitioner must be callable, got {type(partitioner).__name__}")
-    if not (callable(lengths) or isinstance(lengths, str | Sequence)):
-        raise TypeError(f"lengths must be a column, several, or a function of the batch, got {type(lengths).__name__}")
-    if jagged is not None and not isinstance(jagged, Mapping):
-        raise TypeError(f"jagged must be a dict of values field → lengths field, got {jagged!r}")
-    if pin_memory and not torch.cuda.is_available():
-        raise ValueError("pin_memory=True needs a GPU, and torch sees none here")
-
-
-def _refuse_in_worker() -> None:
-    if get_worker_info() is not None:
-        raise RuntimeError(
-            "balance() works between ranks, not inside a DataLoader worker, where every worker would take part as the "
-            "same rank; wrap the DataLoader instead of its dataset"
-        )
-
-
-def _checked_lengths(lengths: Any, batch_size: int) -> NDArray[np.int64]:
-    if isinstance(lengths, np.ndarray):
-        lengths = torch.from_numpy(lengths)
-    if not isinstance(lengths, Tensor) or lengths.shape != (batch_size,) or lengths.dtype.is_floating_point:
-        got = type(lengths).__name__
-        if isinstance(lengths, Tensor):
-            got = f"{lengths.dtype} of shape {list(lengths.shape)}"
-        raise ValueError(f"lengths= must give a tensor of integers of shape [{batch_size}], got {got}")
-    return lengths.long().numpy()
