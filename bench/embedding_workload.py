@@ -1,7 +1,8 @@
 """Batches whose lengths and colliding rows are known in advance (paper, section 5.2).
 
-They are synthetic, so that nothing else shows. Every rank and step has the same lengths in another order, so nobody waits for a longer batch. Every step looks up as
-many rows as every other, equally often: only which rows those are differs, by as much as the collision ratio says.
+They are synthetic, so that nothing else shows. Every rank and step has the same lengths in another order, so nobody
+waits for a longer batch. Every step looks up as many rows as every other, equally often: only which rows those are
+differs, by as much as the collision ratio says.
 """
 
 from __future__ import annotations
