@@ -3,9 +3,12 @@
 from .base import Pending, Transport
 from .connect import connect, local_group
 from .errors import SizeMismatch, TransportClosed, TransportError, TransportTimeout, Unavailable
+from .verbs import ChunkEvent, RdmaOptions, draw_trace
 
 __all__ = [
+    "ChunkEvent",
     "Pending",
+    "RdmaOptions",
     "SizeMismatch",
     "Transport",
     "TransportClosed",
@@ -13,5 +16,6 @@ __all__ = [
     "TransportTimeout",
     "Unavailable",
     "connect",
+    "draw_trace",
     "local_group",
 ]

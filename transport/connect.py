@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import ProcessGroup
 
-_BACKENDS = ("local", "process_group", "mpi")
+    from .verbs import RdmaOptions
+
+_BACKENDS = ("local", "process_group", "mpi", "verbs")
 
 
 def connect(
@@ -21,17 +23,22 @@ def connect(
     check_sizes: bool = True,
     group: ProcessGroup | None = None,
     communicator: MPI.Intracomm | None = None,
+    through: Transport | None = None,
+    rdma: RdmaOptions | None = None,
 ) -> Transport:
     """Join the other ranks. Collective: all ranks call it with the same backend and options.
 
     Args:
         backend: "local" (this process alone; `local_group` makes more ranks), "process_group" (torchrun: gloo, and NCCL
-            for CUDA tensors) or "mpi" (mpiexec).
+            for CUDA tensors), "mpi" (mpiexec) or "verbs" (RDMA, between the ranks of another transport).
         timeout_s: Deadline of every wait, in seconds. A peer that is later than this is an error.
         check_sizes: Whether ranks compare sizes before they move data; see `Transport`. "local" always does, and so
             does "process_group" for host tensors.
         group: The ranks, for "process_group"; None means all of them.
         communicator: The ranks, for "mpi"; None means COMM_WORLD.
+        through: The ranks, for "verbs": a transport that connects them already, over which they tell each other their
+            addresses. It stays the caller's.
+        rdma: How "verbs" uses the RDMA device; None means `RdmaOptions()`.
 
     Returns:
         A transport that shares no traffic with the group or communicator it was made from.
@@ -55,6 +62,8 @@ def connect(
         raise ValueError(f"group belongs to backend 'process_group', not to {backend!r}")
     if communicator is not None and backend != "mpi":
         raise ValueError(f"communicator belongs to backend 'mpi', not to {backend!r}")
+    if backend != "verbs" and (through is not None or rdma is not None):
+        raise ValueError(f"through and rdma belong to backend 'verbs', not to {backend!r}")
     if backend == "process_group":
         from .process_group import connect_process_group
 
@@ -63,6 +72,13 @@ def connect(
         from .mpi import connect_mpi
 
         return connect_mpi(communicator, timeout_s, check_sizes)
+    if backend == "verbs":
+        from .verbs.join import connect_verbs
+        from .verbs.options import RdmaOptions
+
+        if through is None:
+            raise ValueError("through must be a transport that connects the ranks, such as connect('mpi'), got None")
+        return connect_verbs(through, RdmaOptions() if rdma is None else rdma, timeout_s, check_sizes)
     return local_group(1, timeout_s=timeout_s)[0]
 
 

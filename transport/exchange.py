@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,20 @@ from torch import Tensor
 Operation = Literal["all_gather", "all_to_all"]
 Splits = Sequence[int] | NDArray[np.integer] | Tensor
 """Rows for or from each rank: ints, a numpy integer array, or an integer tensor of one dimension. Length world_size."""
+
+
+class Chunks(Protocol):
+    """Lets a backend that sends chunk by chunk begin before the source is complete, and tells what has arrived.
+
+    Only "verbs" does; others move an exchange when all of its source is there. For whoever makes an `Exchange`, to copy
+    between device and host while the network works.
+    """
+
+    def is_ready(self, start: int, stop: int) -> bool:
+        """Whether the bytes from start to stop of the source may be read. Called again, every 0.5 ms, while not."""
+
+    def landed(self, start: int, stop: int) -> None:
+        """The bytes from start to stop of the target are there. In any order, this rank's own piece left out."""
 
 
 @dataclass(eq=False)
@@ -37,6 +51,7 @@ class Exchange:
         kept_bytes: Bytes of this rank's own piece.
         incomplete: Some rank's piece is not moved, because the two disagree; `out` must not be given to the caller.
         ready: For CUDA tensors: comes when `source` may be read and `target` be written.
+        chunks: For sources that become ready bit by bit; None when all of `source` is there.
         join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
     """
 
@@ -56,6 +71,7 @@ class Exchange:
     incomplete: bool = False
     ready: torch.cuda.Event | None = None
     join: Callable[[], object] | None = None
+    chunks: Chunks | None = None
 
     def outgoing(self, peer: int) -> Tensor:
         """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
