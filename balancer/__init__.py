@@ -8,6 +8,7 @@ from .batches.batch import Column, JaggedBatch
 from .batches.parquet import ParquetSource, read_parquet
 from .datapipe import BalancerIterDataPipe
 from .errors import BalancerError, PeerClosed, PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
+from .hooks import Attachment, attach
 from .loader import BalancedLoader, balance
 from .metrics import imbalance, sparsity, straggler_percentage
 from .node import BalancerNode
@@ -21,6 +22,7 @@ from .report import Report
 
 __all__ = [
     "Adapter",
+    "Attachment",
     "BalancedLoader",
     "BalancerError",
     "BalancerIterDataPipe",
@@ -42,6 +44,7 @@ __all__ = [
     "VariableBatchSize",
     "WorldSamples",
     "adapter_for",
+    "attach",
     "balance",
     "capped",
     "fixed_batch_size",

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,9 +22,10 @@ from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
 from .protocol.header import State
 from .protocol.payload import Sections
-from .protocol.protocol import LocalBatch, Protocol
+from .protocol.protocol import Protocol
 from .protocol.schema import Schema
 from .protocol.selection import Selection
+from .protocol.step import LocalBatch
 from .report import Report
 from .source import ReplayedSource, Source, check_share, source_of
 from .worker import End, Worker
@@ -114,6 +115,7 @@ class BalancedLoader(Generic[T]):
         self._state: dict[str, Any] | None = None  # of the running epoch, after the batch handed out last
         self._next: dict[str, Any] | None = None  # of an epoch that ended: how the next one begins
         self._worker: Worker | None = None
+        self._paced = False  # by hooks; see hooks.py
         self._seconds: tuple[int, float] = (-1, math.nan)
         self._warned = False
         # A worker keeps its loader, so by then it has ended.
@@ -166,6 +168,7 @@ class BalancedLoader(Generic[T]):
             exhausted=state["exhausted"],
             end_state=state["source"] if state["exhausted"] else None,
             error=error,
+            paced=self._paced,
         )
         return BalancedIterator(self, self._worker)
 
@@ -180,6 +183,17 @@ class BalancedLoader(Generic[T]):
             return batches, None
         except Exception as error:
             return iter(()), error
+
+    def pace(self, by_hooks: bool) -> None:
+        """Have later epochs run where `advance` is called, instead of in a thread, or no longer. See `attach`."""
+        self._paced = by_hooks
+        if self._worker is not None and not by_hooks:
+            self._worker.run_freely()
+
+    def advance(self, passing: Collection[str]) -> None:
+        """Go on with balancing as far as is possible without waiting, if the running epoch is paced."""
+        if self._worker is not None:
+            self._worker.advance(passing)
 
     def close(self) -> None:
         """Leave the running epoch, and wait until no thread is left. Peers that go on get `PeerClosed`.

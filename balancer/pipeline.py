@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from .adapters.device import moved, pinned, record_stream
-from .datapipe import BalancerIterDataPipe
-from .loader import BalancedIterator, BalancedLoader
-from .node import BalancerNode
+from .hooks import balanced_loader
+from .loader import BalancedIterator
 from .report import Report
 from .stopwatch import Stopwatch
 
@@ -314,13 +313,6 @@ class StagedPipeline:
             module.register_forward_pre_hook(lambda *_: self._stopwatch.pause()),
             module.register_forward_hook(lambda *_: self._stopwatch.resume()),
         ]
-
-
-def balanced_loader(loader: Any) -> BalancedLoader[Any] | None:
-    """The balanced loader that is, or is inside, what the user iterates; None when nothing is balanced."""
-    if isinstance(loader, (BalancerNode, BalancerIterDataPipe)):
-        return loader.loader
-    return loader if isinstance(loader, BalancedLoader) else None
 
 
 def _device_of(model: nn.Module) -> torch.device:

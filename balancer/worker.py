@@ -1,24 +1,32 @@
-"""The background thread that loads, balances and queues batches ahead of the trainer (paper, section 3.1)."""
+"""Loads, balances and queues batches ahead of the trainer, in a thread or at the trainer's hooks (paper, section 3.1).
+
+Whoever runs it, an epoch is one generator that pauses where messages are on the way. A thread resumes it at once and
+waits. Hooks resume it where nothing is to be waited for, and `take` does what hooks have not done.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+from torch.autograd.profiler import record_function
+
 from ..transport import TransportError
 from .batches.batch import JaggedBatch
 from .errors import BalancerError, PeerClosed, PeerFailed, describe
 from .protocol.header import State
-from .protocol.protocol import LocalBatch, Protocol
+from .protocol.protocol import Protocol
+from .protocol.step import LocalBatch, Posted
 from .report import Report
 from .source import Source
 
@@ -41,7 +49,7 @@ class End:
 
 
 class Worker:
-    """Runs one epoch in a thread: pull, flatten, three stages, restore, queue.
+    """Runs one epoch: pull, flatten, three stages, restore, queue.
 
     Nothing here refers to the object that the user iterates, so that forgetting that object ends the thread.
 
@@ -56,6 +64,7 @@ class Worker:
         end_state: For a rank whose data has ended before: how its source begins the next epoch.
         exhausted: Start as a rank whose data has ended.
         error: Why the source could not be started; told to all ranks.
+        paced: Run where `advance` and `take` are called, instead of in a thread, until `run_freely` or `close`.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class Worker:
         exhausted: bool = False,
         end_state: Any = None,
         error: BaseException | None = None,
+        paced: bool = False,
     ) -> None:
         self.queue: SimpleQueue[Item | End] = SimpleQueue()
         self._protocol = protocol
@@ -80,19 +90,50 @@ class Worker:
         self._source = source
         self._epoch = epoch
         self._end_state = end_state
-        self._room = threading.Semaphore(prefetch)
+        # At hooks one is ready while the next is under way, or there would be nothing to do between two steps.
+        self._room = threading.Semaphore(max(prefetch, 2) if paced else prefetch)
         self._exhausted = exhausted
         self._error = error
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="freescale-balancer", daemon=True)
+        self._run = self._epoch_steps()
+        self._posted: Posted | None = None  # what the generator would wait for; None between steps
+        self._ended = False
+        self._driving = threading.Lock()  # held by whoever resumes the generator
+        self._thread: threading.Thread | None = None
         _live.add(self)
         _watch_interpreter()
-        self._thread.start()
+        if not paced:
+            self.run_freely()
 
     # ---- called by the consumer's thread
 
+    def advance(self, passing: Collection[str]) -> None:
+        """Go on as far as is possible without waiting. Does nothing when a thread runs the epoch.
+
+        Args:
+            passing: Stages whose messages, once they have arrived, may be taken in, and what follows be done. "load":
+                a step may be begun.
+        """
+        while self._thread is None and self._driving.acquire(blocking=False):
+            try:
+                begins = self._posted is None
+                if self._ended or not self._may_go_on(passing):
+                    return
+                self._resume()
+                if begins:  # the rest is for later moments, though peers may have answered already
+                    return
+            finally:
+                self._driving.release()
+
     def take(self) -> Item | End:
         """Wait for the next entry, and make room for another."""
+        with contextlib.ExitStack() as stack:
+            if self._thread is None:
+                stack.enter_context(self._driving)
+            while self._thread is None and self.queue.empty() and not self._ended:
+                if self._posted is None:
+                    self._room.acquire(blocking=False)
+                self._resume()
         entry = self.queue.get()
         self._room.release()
         if isinstance(entry, End):
@@ -103,26 +144,53 @@ class Worker:
         """Stop after the running step; the thread tells the peers. Returns at once."""
         self._closing = True
         self._room.release()
+        self.run_freely()
 
     def fail(self, error: BaseException) -> None:
         """Stop after the running step, and tell the peers why."""
         if self._error is None:
             self._error = error
         self._room.release()
+        self.run_freely()
+
+    def run_freely(self) -> None:
+        """Leave the rest of the epoch to a thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_to_the_end, name="freescale-balancer", daemon=True)
+            self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread to end; false if it has not."""
+        if self._thread is None:
+            return self._ended
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # ---- the thread
+    # ---- whoever runs the epoch
 
-    def _run(self) -> None:
+    def _run_to_the_end(self) -> None:
+        with self._driving:
+            while not self._ended:
+                if self._posted is None:
+                    self._room.acquire()
+                self._resume()
+
+    def _may_go_on(self, passing: Collection[str]) -> bool:
+        if self._posted is None:
+            return "load" in passing and self._room.acquire(blocking=False)
+        return self._posted.stage in passing and self._posted.work.test()
+
+    def _resume(self) -> None:
+        """Go on to the next point where messages are on the way, or between two steps."""
+        with record_function(f"freescale.balancer {self._posted.stage if self._posted else 'load'}"):
+            self._posted = next(self._run, None)
+
+    def _epoch_steps(self) -> Generator[Posted | None, None, None]:
         error: BaseException | None = None
         state: dict[str, Any] = {}
         try:
-            while self._step():
-                pass
+            while (yield from self._step()):
+                yield None
             self._protocol.step = self._protocol.dropped_samples = 0
             state = loop_state(self._protocol, self._epoch + 1, False, self._end_state)
         except BaseException as caught:
@@ -136,16 +204,16 @@ class Worker:
         except BaseException as caught:
             error = error or caught
         _live.discard(self)
+        self._ended = True
         self.queue.put(End(error, state))
 
-    def _step(self) -> bool:
+    def _step(self) -> Generator[Posted, None, bool]:
         """One global batch; false when no more follow."""
-        self._room.acquire()
         started = time.perf_counter()
         local, source_state = self._pull()
         local.load_seconds = time.perf_counter() - started
         try:
-            outcome = self._protocol.run(local)
+            outcome = yield from self._protocol.stages(local)
             if outcome.dropped:
                 self._room.release()
                 return True
@@ -157,7 +225,7 @@ class Worker:
             state = loop_state(self._protocol, self._epoch, self._exhausted, source_state)
         except BaseException as error:
             if self._protocol.alone:  # peers are done with the step: tell them at the next one
-                self._protocol.run(self._failed(error))
+                yield from self._protocol.stages(self._failed(error))
             elif not isinstance(error, BalancerError | TransportError):
                 # Peers do not know, and wait in an exchange that this rank will not join.
                 self._protocol.transport.close()

@@ -1,17 +1,14 @@
 """The three-stage protocol: gather lengths, gather candidate lengths and plan, shuffle samples (paper, Algorithm 1).
 
-Every rank runs the same steps on the same gathered data. A stage posts its messages, yields its name, and waits when it
-is resumed, so that a caller can compute in between.
+Every rank runs the same steps on the same gathered data. A stage posts its messages, yields what is under way, and
+waits when it is resumed, so that a caller can compute in between.
 
     hello → [ stage I → stage II → plan → agree on the plan → stage III ] for each global batch, until no rank has one
 """
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,89 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...transport import Pending, Transport, TransportError
-from ..batches.batch import JaggedBatch
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from ..plan import Partitioner, WorldSamples
 from ..report import Report, Traffic
 from .header import LocalStep, State, WorldStep, encode
 from .history import History
-from .payload import Sections
 from .schema import Schema, describe_difference
 from .selection import Selection
 from .shuffle import PARTITIONER_FAILED, Shuffle
+from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
-Stages = Generator[str, None, "Outcome"]
-_FINGERPRINT_VALUES = 256
-
-
-@dataclass
-class LocalBatch:
-    """What a rank brings to a step.
-
-    Attributes:
-        state: Whether there is a batch, or why there is none.
-        schema: The columns of the batch, when there is one.
-        sections: Their bytes.
-        samples: What stage I tells of each sample, from `Selection.sample_words`.
-        items: Values in each column. Shape [num_columns], int64.
-        text: Why the rank failed.
-        load_seconds: How long loading took.
-    """
-
-    state: State
-    schema: Schema | None = None
-    sections: Sections | None = None
-    samples: Int64s = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    items: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    text: str = ""
-    load_seconds: float = 0.0
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there is a batch, and it is not empty. The types of an empty one may be anything."""
-        return len(self.samples) > 0
-
-    def fingerprint(self) -> int:
-        """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
-        if self.sections is None:
-            return 0
-        checksum = zlib.crc32(self.sections.heads.tobytes())
-        for name in self.sections.batch.names:
-            values = self.sections.batch[name].values.reshape(-1)[:_FINGERPRINT_VALUES]
-            checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
-        return checksum
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended: with a batch, or, without one, with the end of the data.
-
-    Attributes:
-        columns: This rank's share, or None.
-        report: About the global batch, or None.
-        left: Rank that closed, if the data ended because one did.
-        dropped: The global batch was smaller than the world and was dropped.
-    """
-
-    columns: JaggedBatch | None = None
-    report: Report | None = None
-    left: int | None = None
-    dropped: bool = False
-
-
-@dataclass
-class Clock:
-    """Wall seconds of the stages of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, name: str) -> None:
-        """Add the time since the last call to a stage."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+Stages = Generator[Posted, None, Outcome]
 
 
 class Protocol:
@@ -162,7 +88,7 @@ class Protocol:
                 return outcome
 
     def stages(self, local: LocalBatch) -> Stages:
-        """Like `run`, but a generator that yields the name of a stage each time its messages are on the way."""
+        """Like `run`, but a generator that yields each time the messages of a stage are on the way."""
         clock = Clock({"load": local.load_seconds})
         self.alone = False
         if self.schema is None:
@@ -195,13 +121,13 @@ class Protocol:
             said.schema_digest = local.schema.digest
         return said
 
-    def _hello(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
+    def _hello(self, local: LocalBatch) -> Generator[Posted, None, WorldStep]:
         """Agree on columns and capacity before the first step. Ranks without a batch learn the columns."""
         said = self._say(local, 0)
         if local.schema is not None:
             said.schema_bytes = len(local.schema.to_bytes())
         work = self.transport.all_gather(encode(said, 0, 0))
-        yield "hello"
+        yield Posted("hello", work)
         world = WorldStep(self._wait(work, "hello"), self.transport.world_size, 0, 0)
         self._check_agreement(world)
         if self._end(world) is not None:
@@ -227,7 +153,7 @@ class Protocol:
 
     def _gather_schemas(
         self, local: LocalBatch, world: WorldStep, speakers: NDArray[np.bool_]
-    ) -> Generator[str, None, dict[int, Schema]]:
+    ) -> Generator[Posted, None, dict[int, Schema]]:
         """Some ranks send their columns to all."""
         sizes = np.where(speakers, world.schema_bytes, 0)
         ours = b""
@@ -239,7 +165,7 @@ class Protocol:
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         work = self.transport.all_gather(block, sizes.tolist())
-        yield "hello"
+        yield Posted("hello", work)
         gathered = self._wait(work, "hello").numpy().tobytes()
         ends = np.cumsum(sizes)
         return {
@@ -273,7 +199,7 @@ class Protocol:
                 f"rank {self.transport.rank} has {self._selection}"
             )
 
-    def _gather_lengths(self, local: LocalBatch) -> Generator[str, None, WorldStep]:
+    def _gather_lengths(self, local: LocalBatch) -> Generator[Posted, None, WorldStep]:
         """Stage I. Repeated with more room when a rank has a larger batch than before."""
         assert self.schema is not None
         num_columns, num_gathered = len(self.schema.columns), len(self._selection.gather)
@@ -283,7 +209,7 @@ class Protocol:
             if said.schema_digest == self.schema.digest:
                 said.items = local.items
             work = self.transport.all_gather(encode(said, num_columns, num_gathered))
-            yield "gather_lengths"
+            yield Posted("gather_lengths", work)
             gathered = self._wait(work, "stage I (gather lengths)")
             world = WorldStep(gathered, self.transport.world_size, num_columns, num_gathered)
             self._check_agreement(world)
@@ -310,7 +236,7 @@ class Protocol:
 
     # ---- stage II
 
-    def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[str, None, Tensor]:
+    def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[Posted, None, Tensor]:
         """Stage II: content lengths of all candidates. Nothing to do when no column is nested."""
         assert self.schema is not None
         name = self._selection.nested_column(self.schema)
@@ -327,12 +253,12 @@ class Protocol:
                 np.bincount(ranks, weights=world.samples[:, 1], minlength=world.world_size).astype(np.int64).tolist()
             )
         work = self.transport.all_gather(ours, sizes)
-        yield "gather_candidates"
+        yield Posted("gather_candidates", work)
         return self._wait(work, "stage II (gather candidate lengths)")
 
-    def _gather_sizes(self, size: int) -> Generator[str, None, Int64s]:
+    def _gather_sizes(self, size: int) -> Generator[Posted, None, Int64s]:
         work = self.transport.all_gather(torch.tensor([size], dtype=torch.int64, device="cpu"))
-        yield "gather_candidates"
+        yield Posted("gather_candidates", work)
         return self._wait(work, "stage II (gather candidate lengths)").numpy()
 
     # ---- plan and stage III
@@ -355,7 +281,7 @@ class Protocol:
         clock.lap("plan")
         self._receive_buffer = shuffle.buffer
         work = shuffle.post()
-        yield "shuffle"
+        yield Posted("shuffle", work)
         received = self._wait(work, "stage III (shuffle samples)")
         self.alone = True
         step, self.step = self.step, self.step + 1
@@ -387,10 +313,10 @@ class Protocol:
             gathered=self._selection.gathered(columns[3:], self.schema),
         )
 
-    def _agree(self, shuffle: Shuffle) -> Generator[str, None, None]:
+    def _agree(self, shuffle: Shuffle) -> Generator[Posted, None, None]:
         """Plan, pack, and exchange digests, so that every rank knows that all have the same plan before data moves."""
         work = self.transport.all_gather(shuffle.prepare(self.partitioner))
-        yield "plan"
+        yield Posted("plan", work)
         notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
         if (failed := np.flatnonzero(notes[:, 0])).size:
             rank = int(failed[0])
