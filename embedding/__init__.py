@@ -1,0 +1,17 @@
+"""Prioritized embeddings: row-wise shards whose communication hides behind compute, exactly (paper, section 3.2)."""
+
+from .errors import EmbeddingError, IdOutOfRange
+from .optimizer import Adam, FusedOptimizer, RowwiseAdagrad, Sgd
+from .prioritized import PrioritizedEmbeddingCollection
+from .tables import Table
+
+__all__ = [
+    "Adam",
+    "EmbeddingError",
+    "FusedOptimizer",
+    "IdOutOfRange",
+    "PrioritizedEmbeddingCollection",
+    "RowwiseAdagrad",
+    "Sgd",
+    "Table",
+]

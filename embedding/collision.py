@@ -1,0 +1,89 @@
+"""Which rows two consecutive batches share, found by their owner, and how it tells the ranks that asked (section 3.2).
+
+Each local row carries the number of the last batch that asked for it, so the test costs what the batch has in rows,
+whatever the table has. Answers travel one bit a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forms import Bits, Ints
+
+
+class Stamps:
+    """The generation of the last batch that asked for each local row.
+
+    Args:
+        local_rows: Rows of the shard.
+
+    Example:
+        >>> stamps = Stamps(6)
+        >>> stamps.mark(np.array([1, 4])).tolist()
+        [False, False]
+        >>> stamps.mark(np.array([4, 5])).tolist(), stamps.is_latest(np.array([1, 4])).tolist()
+        ([True, False], [False, True])
+    """
+
+    def __init__(self, local_rows: int) -> None:
+        self._last = np.zeros(local_rows, dtype=np.int64)
+        self._generation = 1
+
+    def mark(self, rows: Ints) -> Bits:
+        """Stamp the rows of the next batch; says which of them the batch before asked for. Shape of `rows`."""
+        collides = self._last[rows] == self._generation
+        self._generation += 1
+        self._last[rows] = self._generation
+        return collides
+
+    def is_latest(self, rows: Ints) -> Bits:
+        """Which rows the batch that was marked last asked for. Shape of `rows`."""
+        return self._last[rows] == self._generation
+
+
+def num_bytes(splits: Sequence[Ints]) -> Ints:
+    """Bytes of packed masks for each rank. Shape [world_size]."""
+    return np.sum([-(-split // 8) for split in splits], axis=0)
+
+
+def pack_masks(masks: Sequence[Bits], splits: Sequence[Ints]) -> NDArray[np.uint8]:
+    """Pack masks bit by bit, all for rank 0 first, each rank's part of a mask from a whole byte on.
+
+    Args:
+        masks: Bits ordered by rank. Shapes [splits[k].sum()].
+        splits: Bits of each mask for each rank. Shapes [world_size].
+
+    Returns:
+        Shape [num_bytes(splits).sum()].
+    """
+    bits = np.zeros(int(num_bytes(splits).sum()) * 8, dtype=np.bool_)
+    for mask, places in zip(masks, _places(splits), strict=True):
+        bits[places] = mask
+    return np.packbits(bits)
+
+
+def unpack_masks(packed: NDArray[np.uint8], splits: Sequence[Ints]) -> list[Bits]:
+    """Reverse of `pack_masks`.
+
+    Example:
+        >>> splits = [np.array([3, 1]), np.array([0, 2])]
+        >>> masks = [np.array([True, False, True, True]), np.array([False, True])]
+        >>> [mask.tolist() for mask in unpack_masks(pack_masks(masks, splits), splits)]
+        [[True, False, True, True], [False, True]]
+    """
+    bits = np.unpackbits(packed).astype(np.bool_)
+    return [bits[places] for places in _places(splits)]
+
+
+def _places(splits: Sequence[Ints]) -> list[Ints]:
+    """Where the bits of each mask lie among all bits."""
+    sizes = np.stack([-(-split // 8) * 8 for split in splits], axis=1)
+    starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
+    places = []
+    for k, split in enumerate(splits):
+        shifts = starts[:, k] - (np.cumsum(split) - split)
+        places.append(np.arange(int(split.sum())) + np.repeat(shifts, split))
+    return places

@@ -1,0 +1,290 @@
+"""The persistent context of one group and its autograd function: Algorithm 2 (section 3.2).
+
+Where this differs from the algorithm's text: ids and masks have travelled before, on the host; deferred gradients leave
+in the backward that made them, right behind the urgent ones, rather than in the next forward, so that nothing but rows
+is under way when a step is over. The order of everything on the background lane, which exactness needs, is the same:
+deferred update of i - 1, then lookup for i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels.sum_tree import sum_tree
+from ..transport import Pending, Transport
+from .device_arrays import Upload
+from .lanes import Lane, Ticket
+from .optimizer import Stamp
+from .plan import CallIndex, Gradients, GroupPlan, Values
+from .planner import Batch
+from .shard import Shard
+
+
+@dataclass(eq=False)
+class Prepared:
+    """Rows of the upcoming batch on their way.
+
+    Attributes:
+        batch: The upcoming batch, which holds its index arrays.
+        plan: Its requests of the group.
+        rows: Where they arrive, early ones first. Shape [u, D], float32.
+        early: The transfer of the early part.
+        late: The transfer of the late part; None until the backward before has begun it.
+    """
+
+    batch: Batch
+    plan: GroupPlan
+    rows: Tensor
+    early: Ticket
+    late: Ticket | None = None
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One forward of one group and its backward.
+
+    Attributes:
+        context: The group's.
+        batch: The batch, which holds its index arrays.
+        plan: Its requests of the group.
+        rows: What the forward reads. Shape [u, D], float32; None once it is autograd's.
+        upcoming: Rows of the batch after it, if that was known in forward.
+        done: Whether a backward has run.
+    """
+
+    context: GroupContext
+    batch: Batch
+    plan: GroupPlan
+    rows: Tensor | None
+    upcoming: Prepared | None
+    done: bool = False
+
+
+class GroupContext:
+    """What a group carries from iteration to iteration.
+
+    Args:
+        shard: Its weights.
+        urgent: Lane of what the next forward waits for.
+        background: Lane of everything else.
+        wire: Dtype of rows and gradients on their way.
+        stamp: Called once in each backward: what the updates of this iteration need.
+    """
+
+    def __init__(
+        self, shard: Shard, urgent: Lane, background: Lane, wire: torch.dtype, stamp: Callable[[], Stamp]
+    ) -> None:
+        self.shard, self._urgent, self._background = shard, urgent, background
+        self._wire, self._stamp = wire, stamp
+        self._anchor = torch.zeros((), device=shard.weights.device, requires_grad=True)
+        self._prepared: Prepared | None = None
+        self._current: Iteration | None = None
+
+    def start(self, group: int, batch: Batch, upcoming: Batch | None) -> Iteration:
+        """Begin an iteration: in the background, fetch what the upcoming batch reads and this one leaves alone."""
+        arriving, self._prepared = self._prepared, None
+        if upcoming is not None:
+            self._prepared = self._prepare(upcoming, upcoming.groups[group])
+        plan = batch.groups[group]
+        if arriving is not None and arriving.plan is plan:
+            rows = self._arrive(arriving)
+        else:
+            rows = self.fetch_now(batch, plan)
+        self._current = Iteration(self, batch, plan, rows, self._prepared)
+        return self._current
+
+    def attach(self, iteration: Iteration) -> Tensor:
+        """The iteration's rows as autograd knows them. Shape [u, D], float32."""
+        rows: Tensor = _Rows.apply(self._anchor, iteration)
+        return rows
+
+    def fetch_now(self, batch: Batch, plan: GroupPlan) -> Tensor:
+        """Look up all rows of a batch and have the caller wait for them. Shape [u, D], float32."""
+        rows = self._room(plan)
+        self._background.drain()
+
+        def fetch(transport: Transport) -> Pending:
+            _use(batch.upload)
+            if plan.early is not None:
+                self._fetch(transport, plan.early, rows[: plan.num_early]).wait()
+            return self._fetch(transport, plan.late_values, rows[plan.num_early :])
+
+        self._urgent.run(fetch, rows).wait()
+        return rows
+
+    def discard(self) -> None:
+        """Forget rows that were fetched ahead: the weights have changed since, or will."""
+        self._prepared = None
+
+    def drain(self) -> None:
+        """Have the caller wait until all updates are applied."""
+        self._background.drain()
+        self._urgent.drain()
+
+    def finish(self, iteration: Iteration, gradient: Tensor) -> None:
+        """Send gradients home. Rows that the next batch reads are updated first, and come back at once.
+
+        Args:
+            iteration: Where they were made.
+            gradient: Of the iteration's rows. Shape [u, D], float32.
+        """
+        self.shard.step += 1
+        stamp = self._stamp()
+        in_turn = iteration is self._current and not iteration.done
+        ahead = self._prepared if in_turn and self._prepared is iteration.upcoming else None
+        iteration.done = True
+        if ahead is None:
+            # Nothing follows yet, or this backward was not expected: all rows at once, and none ahead of time.
+            self.discard()
+            self._finish_now(iteration, gradient, stamp)
+        else:
+            self._finish_ahead(iteration, gradient, stamp, ahead)
+
+    def _finish_ahead(self, iteration: Iteration, gradient: Tensor, stamp: Stamp, ahead: Prepared) -> None:
+        batch, plan = iteration.batch, iteration.plan
+        urgent, deferred = plan.urgent_gradients, plan.deferred_gradients
+        assert urgent is not None and deferred is not None, "planned together with the upcoming batch"
+
+        def update_and_fetch(transport: Transport) -> Pending:
+            _use(batch.upload, batch.successor, ahead.batch.upload)
+            self._update(transport, gradient, urgent, stamp, lane=0)
+            return self._fetch(transport, ahead.plan.late_values, ahead.rows[ahead.plan.num_early :])
+
+        def update(transport: Transport) -> None:
+            _use(batch.upload, batch.successor)
+            self._update(transport, gradient, deferred, stamp, lane=1)
+
+        ahead.late = self._urgent.run(update_and_fetch, gradient, ahead.rows)
+        self._background.run(update, gradient, after=ahead.late)
+
+    def _finish_now(self, iteration: Iteration, gradient: Tensor, stamp: Stamp) -> None:
+        upload = Upload(gradient.device, None)
+        gradients = iteration.plan.all_gradients(upload)
+        upload.send()
+        self._background.drain()
+
+        def update(transport: Transport) -> None:
+            _use(iteration.batch.upload, upload)
+            self._update(transport, gradient, gradients, stamp, lane=0)
+
+        self._urgent.run(update, gradient).wait()
+
+    def _prepare(self, batch: Batch, plan: GroupPlan) -> Prepared:
+        rows, early = self._room(plan), plan.early
+        if early is None:  # planned at a cold start, before anything was known to come before it
+            return Prepared(batch, plan, rows, _Nothing())
+
+        def fetch(transport: Transport) -> Pending:
+            _use(batch.upload)
+            return self._fetch(transport, early, rows[: plan.num_early])
+
+        return Prepared(batch, plan, rows, self._background.run(fetch, rows))
+
+    def _arrive(self, arriving: Prepared) -> Tensor:
+        """Have the caller wait for both parts of a batch. The early one was begun a whole step ago."""
+        plan, rows = arriving.plan, arriving.rows
+        if arriving.late is None:  # the forward before had no backward: nothing is late, nothing was sent
+            self._background.drain()
+
+            def fetch(transport: Transport) -> Pending:
+                _use(arriving.batch.upload)
+                return self._fetch(transport, plan.late_values, rows[plan.num_early :])
+
+            arriving.late = self._urgent.run(fetch, rows)
+        arriving.early.wait()
+        arriving.late.wait()
+        return rows
+
+    def _room(self, plan: GroupPlan) -> Tensor:
+        weights = self.shard.weights
+        return torch.empty((plan.num_rows, weights.shape[1]), dtype=torch.float32, device=weights.device)
+
+    def _fetch(self, transport: Transport, values: Values, out: Tensor) -> Pending:
+        """Serve the rows that this rank is asked for, and receive those that it asked for."""
+        rows = self.shard.lookup(values.rows).to(self._wire)
+        if rows.dtype == out.dtype:
+            return transport.all_to_all(rows, values.served, values.asked, out=out)
+        return _Widened(transport.all_to_all(rows, values.served, values.asked), out)
+
+    def _update(self, transport: Transport, gradient: Tensor, plan: Gradients, stamp: Stamp, lane: int) -> None:
+        sent = gradient.index_select(0, plan.positions).to(self._wire)
+        received = transport.all_to_all(sent, plan.sent, plan.received).wait()
+        self.shard.update(received, plan, stamp, lane)
+
+
+class _Nothing(Ticket):
+    """No job."""
+
+    def wait(self) -> None:
+        """See `Ticket.wait`."""
+
+
+class _Widened(Pending):
+    """Rows that travel in a narrower type than they arrive in."""
+
+    def __init__(self, pending: Pending, out: Tensor) -> None:
+        self._pending, self._out = pending, out
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self._pending.test()
+
+    def wait(self) -> Tensor:
+        """See `Pending.wait`."""
+        return self._out.copy_(self._pending.wait())
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of one batch and group: one node, whatever reads them, so one backward after the last gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, iteration: Iteration) -> Tensor:
+        """Hand out the rows. `anchor` is a scalar that requires a gradient, so that the rows do."""
+        del anchor
+        ctx.iteration = iteration
+        rows, iteration.rows = iteration.rows, None
+        assert rows is not None, "rows are handed out once"
+        return rows
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        """Update the tables. Gradient of shape [u, D]."""
+        iteration: Iteration = ctx.iteration
+        iteration.context.finish(iteration, gradient)
+        return None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows for ids, duplicates included; their gradients are summed in an order that is a row's own affair."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: CallIndex) -> Tensor:
+        """Shape [ids, D]."""
+        ctx.index = index
+        return rows.index_select(0, index.inverse)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Gradients of the rows. Shape [u, D]."""
+        return sum_tree(gradient, ctx.index.tree), None
+
+
+def gather(rows: Tensor, index: CallIndex) -> Tensor:
+    """Rows of a batch for a call's ids. Shape [ids, D], float32; differentiable."""
+    looked_up: Tensor = _Gather.apply(rows, index)
+    return looked_up
+
+
+def _use(*uploads: Upload | None) -> None:
+    """Have the current stream wait for index arrays."""
+    for upload in uploads:
+        if upload is not None:
+            upload.use()

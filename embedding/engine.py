@@ -1,0 +1,295 @@
+"""Groups, lanes and the queue of upcoming batches behind every module of one collection (section 3.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..transport import Transport
+from .checkpointing import refuse_checkpointing
+from .context import GroupContext, Iteration, gather
+from .errors import EmbeddingError
+from .forms import Layout
+from .host_ids import HostIds
+from .lanes import open_lanes
+from .optimizer import Adam, FusedOptimizer, GradScale, Optimizer, RowwiseAdagrad, Sgd, Stamp
+from .planner import Batch, Planner, Slot
+from .scaling import read_scale
+from .shard import Shard
+from .tables import Table
+
+MAX_AHEAD = 16
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A feature of a call: the group of its table, and the table's index within the group."""
+
+    feature: str
+    group: int
+    table: int
+
+
+@dataclass(eq=False)
+class Running:
+    """A forward under way.
+
+    Attributes:
+        batch: Its batch.
+        iterations: One a group.
+        rows: What autograd knows of each group's rows. Shapes [u, D], float32.
+    """
+
+    batch: Batch
+    iterations: list[Iteration]
+    rows: list[Tensor]
+
+
+class Engine:
+    """Looks rows up for lists of ids, and updates them.
+
+    Every rank makes it with the same arguments, and calls it in the same order, from one thread.
+
+    Args:
+        tables: All tables.
+        calls: What is looked up at once, in every batch: for each call, pairs of feature and table name.
+        transport: The ranks. Takes three channels of it: ids (host memory), urgent and background (where the tables
+            are), unless there are others for these two.
+        optimizer: Of all tables, or by table name.
+        device: Where the tables are.
+        synchronous: Everything is urgent: rows are looked up in forward and updated in backward.
+        urgent: Transport of what the next forward waits for.
+        background: Transport of all other rows and gradients.
+        wire_dtype: Of rows and gradients on their way; None: that of the tables.
+        gradient_division: Whether gradients are averaged over ranks, not added.
+        grad_scale: What the loss is multiplied with.
+        seed: Of the weights.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        calls: Sequence[Sequence[tuple[str, str]]],
+        transport: Transport,
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        *,
+        device: torch.device,
+        synchronous: bool,
+        urgent: Transport | None,
+        background: Transport | None,
+        wire_dtype: torch.dtype | None,
+        gradient_division: bool,
+        grad_scale: GradScale | None,
+        seed: int | None,
+    ) -> None:
+        self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
+        self.synchronous = synchronous
+        self._divisor = self.world_size if gradient_division else 1
+        self._grad_scale = grad_scale
+        self.groups = _group_tables(tables, optimizer)
+        layouts = [Layout(members, self.rank, self.world_size) for members, _ in self.groups]
+        self.shards = [Shard(layout, rule, device) for layout, (_, rule) in zip(layouts, self.groups, strict=True)]
+        self.table_of = {
+            table.name: (g, t) for g, (members, _) in enumerate(self.groups) for t, table in enumerate(members)
+        }
+        self.calls = [[_Place(feature, *self.table_of[table]) for feature, table in call] for call in calls]
+        self._slots, self._indices = _lay_out_slots(self.calls)
+        if seed is not None:
+            for shard in self.shards:
+                shard.initialise(seed)
+        self.optimizer = FusedOptimizer([self._param_group(shard) for shard in self.shards])
+        self._ids_channel = transport.channel("embedding ids")
+        self._urgent_channel = (urgent or transport).channel("embedding urgent")
+        self._background_channel = (background or transport).channel("embedding background")
+        self._wire_dtype = wire_dtype
+        self._planner: Planner | None = None
+        self._contexts: list[GroupContext] = []
+        self._queue: deque[Batch] = deque()
+        self._running = False
+        self.current: Running | None = None
+
+    # ---- what a training step does
+
+    def prefetch(self, ids: Sequence[Tensor]) -> None:
+        """Plan the upcoming batch in the background.
+
+        Args:
+            ids: One tensor a feature of each call, in the order of `calls`.
+
+        Raises:
+            EmbeddingError: More batches were prefetched than forwards will take.
+        """
+        planner = self._open()
+        if len(self._queue) == MAX_AHEAD:
+            raise EmbeddingError(f"prefetch was called for {MAX_AHEAD} batches that no forward has taken")
+        self._queue.append(planner.prefetch(HostIds(ids)))
+
+    def start(self, ids: Sequence[Tensor]) -> Running:
+        """Begin the iteration of a batch, which then is `current`."""
+        refuse_checkpointing()
+        planner = self._open()
+        planner.check()
+        batch = self._take(planner, HostIds(ids))
+        planner.wait(batch)
+        upcoming = self._queue[0] if self._queue and not self.synchronous else None
+        if upcoming is not None:
+            planner.wait(upcoming)
+        iterations = [context.start(g, batch, upcoming) for g, context in enumerate(self._contexts)]
+        _use(batch)
+        rows = [context.attach(each) for context, each in zip(self._contexts, iterations, strict=True)]
+        self.current = Running(batch, iterations, rows)
+        return self.current
+
+    def lookup(self, running: Running, call: int) -> list[Tensor]:
+        """Rows of a call's features, differentiable. Shapes [ids, D], float32."""
+        return self._gather_call(running.batch, running.rows, call)
+
+    def evaluate(self, ids: Sequence[Tensor], calls: Sequence[int]) -> list[list[Tensor]]:
+        """Rows of some calls' features, after all updates, leaving no trace.
+
+        Args:
+            ids: As for `prefetch`; features of other calls should have none.
+            calls: Which calls.
+        """
+        planner = self._open()
+        batch = planner.evaluate(HostIds(ids))
+        planner.wait(batch)
+        rows = [context.fetch_now(batch, plan) for context, plan in zip(self._contexts, batch.groups, strict=True)]
+        _use(batch)
+        return [self._gather_call(batch, rows, call) for call in calls]
+
+    def flush(self) -> None:
+        """Have all updates applied before anything else that the caller does."""
+        for context in self._contexts:
+            context.drain()
+        if self._planner is not None:
+            self._planner.check()
+
+    def discard(self) -> None:
+        """Forget rows that were fetched ahead; for those who have changed the weights."""
+        self.flush()
+        for context in self._contexts:
+            context.discard()
+
+    def close(self) -> None:
+        """End threads and channels."""
+        if self._planner is not None:
+            self.flush()
+            self._planner.close()
+            for lane in self._lanes:
+                lane.close()
+
+    def move(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply what `Module.to` applies."""
+        self.discard()
+        for shard, settings in zip(self.shards, self.optimizer.param_groups, strict=True):
+            shard.move(function)
+            settings["params"] = self._param_group(shard)["params"]
+        device = self.shards[0].weights.device
+        if device != self.device and self._planner is not None:
+            raise EmbeddingError(
+                f"tables must move to {device} before their first batch: traffic runs for {self.device}"
+            )
+        self.device = device
+
+    def _take(self, planner: Planner, ids: HostIds) -> Batch:
+        """Find the batch of this forward among those prefetched, or plan it now."""
+        if not self._queue:
+            batch = planner.forward(ids, [])
+        elif self._running:
+            batch = self._queue.popleft()
+            self._check_sizes(batch.ids, ids)
+        elif planner.all_agree(self._queue[0].ids.equal(ids)):
+            batch = self._queue.popleft()
+        else:
+            batch = planner.forward(ids, list(self._queue))
+        self._running = bool(self._queue)
+        return batch
+
+    def _check_sizes(self, prefetched: HostIds, given: HostIds) -> None:
+        for slot, expected, got in zip(self._slots, prefetched.sizes, given.sizes, strict=True):
+            if expected != got:
+                raise EmbeddingError(
+                    f"forward must get the batches that were prefetched, in their order: feature '{slot.feature}' was "
+                    f"prefetched with {expected} ids, forward got {got}"
+                )
+
+    def _gather_call(self, batch: Batch, rows: Sequence[Tensor], call: int) -> list[Tensor]:
+        places, outputs = self.calls[call], {}
+        for group, (index, features) in self._indices[call].items():
+            slots = [slot for slot, each in enumerate(self._slots) if each.group == group and each.call == index]
+            looked_up = gather(rows[group], batch.groups[group].calls[index])
+            pieces = looked_up.split([batch.ids.sizes[slot] for slot in slots]) if len(slots) > 1 else [looked_up]
+            outputs.update(zip(features, pieces, strict=True))
+        return [outputs[i] for i in range(len(places))]
+
+    def _open(self) -> Planner:
+        """Start lanes and the id plane at the first batch, when tables have come to where they stay."""
+        if self._planner is None:
+            self._lanes = open_lanes(self._urgent_channel, self._background_channel, self.device)
+            layouts = [shard.layout for shard in self.shards]
+            collides = not self.synchronous
+            self._planner = Planner(self._ids_channel, layouts, self._slots, self.device, collides=collides)
+            self._contexts = [
+                GroupContext(shard, *self._lanes, self._wire_dtype or shard.weights.dtype, partial(self._stamp, g))
+                for g, shard in enumerate(self.shards)
+            ]
+        return self._planner
+
+    def _stamp(self, group: int) -> Stamp:
+        rate = float(self.optimizer.param_groups[group]["lr"])
+        return Stamp(rate, self.shards[group].step, self._divisor, read_scale(self._grad_scale))
+
+    def _param_group(self, shard: Shard) -> dict[str, Any]:
+        tables = shard.layout.tables
+        weights = [shard.of_table(t, shard.weights) for t in range(len(tables))]
+        return {"params": weights, "names": [table.name for table in tables], **asdict(shard.optimizer)}
+
+
+def _group_tables(
+    tables: Sequence[Table], optimizer: Optimizer | Mapping[str, Optimizer]
+) -> list[tuple[list[Table], Optimizer]]:
+    """Tables of one dimension, dtype and optimizer, in the order of their first."""
+    groups: dict[tuple[int, torch.dtype, Optimizer], list[Table]] = {}
+    names: set[str] = set()
+    for table in tables:
+        if table.name in names:
+            raise ValueError(f"names of tables must be unique, got '{table.name}' twice")
+        names.add(table.name)
+        if isinstance(optimizer, Mapping) and table.name not in optimizer:
+            raise ValueError(f"optimizer must name one for every table, got none for '{table.name}'")
+        rule = optimizer[table.name] if isinstance(optimizer, Mapping) else optimizer
+        if not isinstance(rule, Sgd | RowwiseAdagrad | Adam):
+            raise TypeError(f"optimizer must be Sgd, RowwiseAdagrad or Adam, got {type(rule).__name__}")
+        groups.setdefault((table.embedding_dim, table.dtype, rule), []).append(table)
+    if not groups:
+        raise ValueError("configs must name at least one table")
+    return [(members, rule) for (_, _, rule), members in groups.items()]
+
+
+def _lay_out_slots(calls: Sequence[Sequence[_Place]]) -> tuple[list[Slot], list[dict[int, tuple[int, list[int]]]]]:
+    """Slots in the order of calls; and, for each call and group, its index in the group and which features it has."""
+    slots: list[Slot] = []
+    indices: list[dict[int, tuple[int, list[int]]]] = []
+    numbers: dict[int, int] = {}
+    for call in calls:
+        found: dict[int, tuple[int, list[int]]] = {}
+        for i, place in enumerate(call):
+            if place.group not in found:
+                found[place.group] = (numbers.get(place.group, 0), [])
+                numbers[place.group] = numbers.get(place.group, 0) + 1
+            found[place.group][1].append(i)
+            slots.append(Slot(place.feature, place.group, place.table, found[place.group][0]))
+        indices.append(found)
+    return slots, indices
+
+
+def _use(batch: Batch) -> None:
+    if batch.upload is not None:
+        batch.upload.use()

@@ -1,0 +1,30 @@
+"""What embeddings raise besides errors of the transport (section 3.2)."""
+
+from __future__ import annotations
+
+
+class EmbeddingError(RuntimeError):
+    """Lookups, prefetches or backwards came in an order that cannot be served."""
+
+
+class IdOutOfRange(IndexError):
+    """A table was asked for a row that it does not have. Raised on every rank, naming table, feature and value.
+
+    Args:
+        rank: Whose batch has the id.
+        table: Name of the table.
+        num_embeddings: Its rows.
+        feature: Name of the feature.
+        place: Where among the feature's ids.
+        value: The id.
+    """
+
+    def __init__(self, rank: int, table: str, num_embeddings: int, feature: str, place: int, value: int) -> None:
+        super().__init__(
+            f"ids of feature '{feature}' must be from 0 to {num_embeddings - 1}, the rows of table '{table}': "
+            f"got {value} at place {place} on rank {rank}"
+        )
+
+
+class OutOfStep(EmbeddingError):
+    """Ranks call prefetch and forward in different orders."""

@@ -1,0 +1,77 @@
+"""Reads ids from what a collection is given, and gives rows back in the same form (section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tables import Table
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+class FeatureReader:
+    """Features of a collection, in the order of its tables.
+
+    Args:
+        tables: The tables. Two tables may share a feature name; then results are called `feature@table`, as in torchrec.
+
+    Attributes:
+        pairs: Feature and table name of each lookup.
+        names: What each lookup's result is called.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.pairs = [(feature, table.name) for table in tables for feature in table.features]
+        features = [feature for feature, _ in self.pairs]
+        self.names = [f if features.count(f) == 1 else f"{f}@{table}" for f, table in self.pairs]
+
+    def ids(self, features: Any) -> list[Tensor]:
+        """The ids of every lookup. Shapes as they came, int64 or int32.
+
+        Raises:
+            KeyError: A feature is missing.
+            TypeError: Ids are no integers.
+        """
+        if hasattr(features, "to_dict"):  # a KeyedJaggedTensor
+            features = features.to_dict()
+        return [self._read(features, feature) for feature, _ in self.pairs]
+
+    def wrap(self, features: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Rows of every lookup by name: jagged where the ids were."""
+        if hasattr(features, "to_dict"):
+            features = features.to_dict()
+        return {
+            name: _like(features[feature], each)
+            for name, (feature, _), each in zip(self.names, self.pairs, rows, strict=True)
+        }
+
+    def _read(self, features: Any, feature: str) -> Tensor:
+        try:
+            column = features[feature]
+        except KeyError:
+            raise KeyError(f"features must have '{feature}', got {list(features)}") from None
+        ids = _values(column)
+        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"ids of feature '{feature}' must be a tensor of int64 or int32, got {kind}")
+        return ids
+
+
+def _values(column: Any) -> Any:
+    """Ids of a tensor, of torchrec's JaggedTensor (`values()`) or of our Column (`values`)."""
+    if isinstance(column, Tensor):
+        return column
+    values = getattr(column, "values", column)
+    return values() if callable(values) else values
+
+
+def _like(column: Any, rows: Tensor) -> Any:
+    if isinstance(column, Tensor):
+        return rows.view(*column.shape, rows.shape[1])
+    if callable(getattr(column, "values", None)) and hasattr(column, "lengths"):
+        return type(column)(values=rows, lengths=column.lengths())
+    return rows

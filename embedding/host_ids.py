@@ -1,0 +1,55 @@
+"""A batch's ids in host memory, copied there without holding up the trainer when they lie on a GPU (section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .forms import Ints
+
+
+class HostIds:
+    """The ids of one batch.
+
+    Host tensors are not copied: they must not change before the batch's forward.
+
+    Args:
+        ids: One tensor a slot, of any shape, int64 or int32, on the CPU or a GPU.
+
+    Attributes:
+        sizes: Number of ids of each.
+        tensors: The tensors as given.
+    """
+
+    def __init__(self, ids: Sequence[Tensor]) -> None:
+        self.tensors = [each.detach().reshape(-1) for each in ids]
+        self.sizes = [len(each) for each in self.tensors]
+        self._event: torch.cuda.Event | None = None
+        self._host = [self._to_host(each) for each in self.tensors]
+        if self._event is not None:
+            self._event.record()
+
+    def _to_host(self, ids: Tensor) -> Tensor:
+        if not ids.is_cuda:
+            return ids
+        self._event = self._event or torch.cuda.Event(blocking=True)
+        return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for copies from a GPU; for the thread that reads the ids."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    @property
+    def arrays(self) -> list[Ints]:
+        """One array a slot, int64, once `wait` is back."""
+        return [np.asarray(each.numpy(), dtype=np.int64) for each in self._host]
+
+    def equal(self, other: HostIds) -> bool:
+        """Whether both hold the same ids. Synchronises when they came from a GPU."""
+        self.wait()
+        other.wait()
+        return self.sizes == other.sizes and all(map(np.array_equal, self.arrays, other.arrays))

@@ -1,0 +1,217 @@
+"""Where embedding traffic runs beside the trainer: two lanes, urgent and background (section 3.2).
+
+A lane takes jobs in order. On a GPU a job is put on the lane's stream and the host goes on; what uses its result waits
+on its own stream. On the CPU background jobs run in a thread, and urgent ones at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ..transport import Pending, Transport
+
+Job = Callable[[Transport], Pending | None]
+
+
+class Ticket(ABC):
+    """A job under way."""
+
+    @abstractmethod
+    def wait(self) -> Tensor | None:
+        """Have the caller (on a GPU, its current stream) wait for the job; what its transfer brought.
+
+        Raises:
+            TransportError: The transfer failed.
+        """
+
+
+class Lane(ABC):
+    """Runs jobs one after the other.
+
+    Attributes:
+        transport: The lane's own channel.
+    """
+
+    transport: Transport
+
+    @abstractmethod
+    def run(self, job: Job, *used: Tensor, after: Ticket | None = None) -> Ticket:
+        """Run a job after what the caller has done so far, and after another lane's job.
+
+        Args:
+            job: Gets the channel; the transfer that it returns is waited for in the lane.
+            used: Tensors of the caller that the job reads or writes.
+            after: A job that comes first.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Have the caller (on a GPU, its current stream) wait for all jobs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the channel and the thread, after what is under way."""
+
+
+class InlineLane(Lane):
+    """Runs jobs on the caller's thread; only their last transfer is waited for later."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def run(self, job: Job, *used: Tensor, after: Ticket | None = None) -> Ticket:
+        """See `Lane.run`."""
+        del used, after
+        return _Transfer(job(self.transport))
+
+    def drain(self) -> None:
+        """See `Lane.drain`: nothing is left of a job but rows on their way to this rank."""
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self.transport.close()
+
+
+class _Transfer(Ticket):
+    def __init__(self, pending: Pending | None) -> None:
+        self._pending = pending
+
+    def wait(self) -> Tensor | None:
+        return None if self._pending is None else self._pending.wait()
+
+
+class ThreadLane(Lane):
+    """Runs jobs in a thread, for tables in host memory."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        self._last: _ThreadTicket | None = None
+        thread = threading.Thread(
+            target=_serve, args=(self._jobs, transport), name="freescale-embedding-background", daemon=True
+        )
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
+
+    def run(self, job: Job, *used: Tensor, after: Ticket | None = None) -> Ticket:
+        """See `Lane.run`."""
+        del used, after  # what the urgent lane has to do first is done when its `run` is back
+        self._last = _ThreadTicket(job)
+        self._jobs.put(self._last)
+        return self._last
+
+    def drain(self) -> None:
+        """See `Lane.drain`."""
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self._end()
+
+
+class _ThreadTicket(Ticket):
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._done = threading.Event()
+        self._result: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def execute(self, transport: Transport, failed: BaseException | None) -> BaseException | None:
+        """Run in the lane's thread; what went wrong, here or before."""
+        job, self._job = self._job, None
+        assert job is not None, "a job runs once"
+        try:
+            if failed is not None:
+                raise failed
+            pending = job(transport)
+            self._result = None if pending is None else pending.wait()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+        return self._error
+
+    def wait(self) -> Tensor | None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _serve(jobs: SimpleQueue[_ThreadTicket | None], transport: Transport) -> None:
+    failed: BaseException | None = None
+    ticket = jobs.get()
+    while ticket is not None:
+        failed = ticket.execute(transport, failed)
+        del ticket
+        ticket = jobs.get()
+    transport.close()
+
+
+def _end(jobs: SimpleQueue[_ThreadTicket | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=1.0)
+
+
+class StreamLane(Lane):
+    """Puts jobs on a stream of its own, for tables on a GPU.
+
+    Args:
+        transport: A channel that takes CUDA tensors and whose `wait` holds up the stream, not the host.
+        device: Where the tables are.
+        urgent: Whether the stream goes before others.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, *, urgent: bool) -> None:
+        self.transport, self._device = transport, device
+        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
+
+    def run(self, job: Job, *used: Tensor, after: Ticket | None = None) -> Ticket:
+        """See `Lane.run`."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in used:
+            tensor.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            if after is not None:
+                after.wait()
+            pending = job(self.transport)
+            result = None if pending is None else pending.wait()
+            event = torch.cuda.Event()
+            event.record()
+        return _StreamTicket(self._device, event, result)
+
+    def drain(self) -> None:
+        """See `Lane.drain`."""
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        self.stream.synchronize()
+        self.transport.close()
+
+
+class _StreamTicket(Ticket):
+    def __init__(self, device: torch.device, event: torch.cuda.Event, result: Tensor | None) -> None:
+        self._device, self._event, self._result = device, event, result
+
+    def wait(self) -> Tensor | None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._event)
+        if self._result is not None:
+            self._result.record_stream(stream)
+        return self._result
+
+
+def open_lanes(urgent: Transport, background: Transport, device: torch.device) -> tuple[Lane, Lane]:
+    """Make the lanes for tables on a device."""
+    if device.type == "cuda":
+        return StreamLane(urgent, device, urgent=True), StreamLane(background, device, urgent=False)
+    return InlineLane(urgent), ThreadLane(background)

@@ -1,0 +1,216 @@
+"""All index arrays of one batch and one group, made on the host before the data moves (section 3.2, Algorithm 2).
+
+A rank asks (batch-major) and is asked (shard-major). The rows of a batch arrive in two parts: *early* ones, which the
+batch before does not touch, and *late* ones, which wait for its update. They lie in that order, each part by key. Its
+gradients leave in two parts: *urgent* ones, which the next batch reads, and *deferred* ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from ..kernels.sum_tree import SumTree, TreeArrays, plan_tree
+from .device_arrays import Upload
+from .forms import Bits, Ints, Layout, Occurrences, find_occurrences
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Lookups of one forward whose outputs are gathered at once: a collection's features, or one column of a module.
+
+    Attributes:
+        features: Which entries of the batch, in order.
+        sizes: Ids of each.
+    """
+
+    features: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CallIndex:
+    """How a call reads the batch's rows, and how its gradients are added up.
+
+    Attributes:
+        inverse: Row of the batch for each id. Shape [n], int64.
+        tree: Sums the gradients of a row's ids. `tree.size` is the number of the batch's rows.
+    """
+
+    inverse: Tensor
+    tree: SumTree
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Rows on their way from owners to askers.
+
+    Attributes:
+        asked: Rows from each rank. Shape [world_size].
+        served: Rows for each rank. Shape [world_size].
+        rows: Local rows to read, ordered by asker. Shape [served.sum()], int64.
+    """
+
+    asked: Ints
+    served: Ints
+    rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients on their way from askers to owners.
+
+    Attributes:
+        sent: Rows for each rank. Shape [world_size].
+        received: Rows from each rank. Shape [world_size].
+        positions: Rows of the batch to send, ordered by owner. Shape [sent.sum()], int64.
+        rows: Distinct local rows to update. Shape [u], int64.
+        tree: Sums what the ranks sent for one row, in rank order.
+    """
+
+    sent: Ints
+    received: Ints
+    positions: Tensor
+    rows: Tensor
+    tree: SumTree
+
+
+@dataclass(eq=False)
+class GroupPlan:
+    """One batch's requests of one group.
+
+    Attributes:
+        keys: Distinct keys asked for, ascending. Shape [u].
+        sent: How many of each rank. Shape [world_size].
+        rows: Local rows that this rank is asked for, ordered by asker. Shape [received.sum()].
+        received: How many by each rank. Shape [world_size].
+        late: Bits of `keys`: the batch before touches the row. None: all count as late.
+        late_rows: The same of `rows`.
+        urgent: Bits of `keys`: the next batch reads the row. None while unknown.
+        urgent_rows: The same of `rows`.
+        num_early: Rows that arrive early.
+        calls: One a call.
+        early: Values of the early part; None where all is late.
+        late_values: Values of the late part.
+        urgent_gradients: Set once the next batch is known.
+        deferred_gradients: Set once the next batch is known.
+    """
+
+    keys: Ints
+    sent: Ints
+    occurrences: list[Occurrences]
+    rows: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    received: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    late: Bits | None = None
+    late_rows: Bits | None = None
+    num_early: int = 0
+    calls: list[CallIndex] = field(default_factory=list)
+    early: Values | None = None
+    late_values: Values = field(init=False)
+    urgent_gradients: Gradients | None = None
+    deferred_gradients: Gradients | None = None
+    _all_gradients: Gradients | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct rows that this rank asked for."""
+        return len(self.keys)
+
+    def place(self) -> Ints:
+        """Where each key's row lies among the batch's rows: early ones first. Shape [u]."""
+        if self.late is None:
+            return np.arange(len(self.keys))
+        return np.where(self.late, self.num_early + np.cumsum(self.late) - 1, np.cumsum(~self.late) - 1)
+
+    def index(self, upload: Upload) -> None:
+        """Make what the forward of this batch needs, from `keys`, `rows` and `late`."""
+        late = np.ones(len(self.keys), dtype=np.bool_) if self.late is None else self.late
+        late_rows = np.ones(len(self.rows), dtype=np.bool_) if self.late_rows is None else self.late_rows
+        self.num_early = len(self.keys) - int(late.sum())
+        self.early = None if self.late is None else self._values(~late, ~late_rows, upload)
+        self.late_values = self._values(late, late_rows, upload)
+        place = self.place()
+        self.calls = [self._index_call(found, late, place, upload) for found in self.occurrences]
+
+    def index_successor(self, urgent: Bits, urgent_rows: Bits, upload: Upload) -> None:
+        """Make what the backward of this batch needs, now that it is known what the next batch reads."""
+        self.urgent_gradients = self._gradients(urgent, urgent_rows, upload)
+        self.deferred_gradients = self._gradients(~urgent, ~urgent_rows, upload)
+
+    def all_gradients(self, upload: Upload) -> Gradients:
+        """What a backward needs that updates all rows at once."""
+        if self._all_gradients is None:
+            everything = np.ones(len(self.keys), dtype=np.bool_), np.ones(len(self.rows), dtype=np.bool_)
+            self._all_gradients = self._gradients(*everything, upload)
+        return self._all_gradients
+
+    def _values(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Values:
+        rows = upload.add(self.rows[chosen_rows])
+        return Values(count_by(chosen, self.sent), count_by(chosen_rows, self.received), rows)
+
+    def _gradients(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Gradients:
+        owned = find_occurrences(self.rows[chosen_rows])
+        return Gradients(
+            sent=count_by(chosen, self.sent),
+            received=count_by(chosen_rows, self.received),
+            positions=upload.add(self.place()[chosen]),
+            rows=upload.add(owned.keys),
+            tree=add_tree(plan_tree(owned.order, owned.counts), upload),
+        )
+
+    def _index_call(self, found: Occurrences, late: Bits, place: Ints, upload: Upload) -> CallIndex:
+        """A call may ask for some of the batch's rows only: the others have no summands."""
+        counts = found.counts
+        if len(found.keys) < len(self.keys):
+            at = np.searchsorted(self.keys, found.keys)
+            counts = np.zeros(len(self.keys), dtype=np.int64)
+            counts[at], place = found.counts, place[at]
+        inverse = place[found.inverse]
+        order = found.order
+        if self.late is not None:
+            late_ids = np.repeat(late, counts)
+            order = np.concatenate([order[~late_ids], order[late_ids]])
+            counts = np.concatenate([counts[~late], counts[late]])
+        return CallIndex(upload.add(inverse), add_tree(plan_tree(order, counts), upload))
+
+
+def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPlan:
+    """Find the distinct keys of a batch.
+
+    Args:
+        layout: The group's row space.
+        calls: For each call, the table and the ids of each of its features.
+    """
+    occurrences = [_occurrences(layout, call) for call in calls]
+    if len(occurrences) == 1:
+        keys = occurrences[0].keys
+    else:
+        keys = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *[found.keys for found in occurrences]]))
+    return GroupPlan(keys, layout.splits(keys), occurrences)
+
+
+def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrences:
+    keys = np.concatenate([np.empty(0, dtype=np.int64), *[layout.keys(table, ids) for table, ids in call]])
+    found = find_occurrences(keys)
+    paddings = [(ids, layout.tables[table].padding_idx) for table, ids in call]
+    if all(padding is None for _, padding in paddings):
+        return found
+    return found.without(np.concatenate([ids == (-1 if padding is None else padding) for ids, padding in paddings]))
+
+
+def count_by(chosen: Bits, splits: Ints) -> Ints:
+    """How many bits are set in each of consecutive pieces. Shape of `splits`."""
+    totals = np.concatenate([[0], np.cumsum(chosen)])
+    return np.diff(totals[np.concatenate([[0], np.cumsum(splits)])])
+
+
+def add_tree(arrays: TreeArrays, upload: Upload) -> SumTree:
+    """Send the rounds of a sum to where it is taken."""
+    rounds: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        (upload.add(order), upload.add(offsets), None if targets is None else upload.add(targets))
+        for order, offsets, targets in arrays.rounds
+    ]
+    return SumTree(arrays.size, arrays.num_scratch, rounds)

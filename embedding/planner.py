@@ -1,0 +1,313 @@
+"""The id plane: a thread that deduplicates, sends ids to owners, finds collisions and answers (section 3.2).
+
+It runs on the host, on a channel of its own, ahead of the trainer, and blocks in the transport rather than in Python.
+Every rank hands it the same jobs in the same order. What goes wrong in it is raised at the trainer's next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..transport import Transport
+from .collision import Stamps, num_bytes, pack_masks, unpack_masks
+from .device_arrays import Upload
+from .errors import IdOutOfRange, OutOfStep
+from .forms import Bits, Ints, Layout
+from .host_ids import HostIds
+from .plan import GroupPlan, ask
+
+
+class Kind(IntEnum):
+    """What a rank asks of the id plane; compared between ranks before anything else."""
+
+    PREFETCH = 0
+    FORWARD = 1
+    EVALUATION = 2
+    COMPARISON = 3
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One list of ids of every batch.
+
+    Attributes:
+        feature: Its name, for error messages.
+        group: Index of its table's group.
+        table: Index of the table within the group.
+        call: Index of the call within the group.
+    """
+
+    feature: str
+    group: int
+    table: int
+    call: int
+
+
+@dataclass(eq=False)
+class Batch:
+    """One batch on its way through the id plane.
+
+    Attributes:
+        ids: One entry a slot, in host memory.
+        groups: Plans of the groups, once `ready`.
+        upload: Index arrays for the forward.
+        successor: Index arrays for the backward, once the next batch is ready.
+        ready: Set when done, or failed.
+    """
+
+    ids: HostIds
+    groups: list[GroupPlan] = field(default_factory=list)
+    upload: Upload | None = None
+    successor: Upload | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+class Planner:
+    """This rank's side of the id plane.
+
+    Args:
+        transport: A channel of its own, for host memory.
+        layouts: One a group.
+        slots: What every batch consists of, the slots of a call next to each other.
+        device: Where the tables are.
+        collides: Whether to look for collisions; all rows are late without.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layouts: Sequence[Layout],
+        slots: Sequence[Slot],
+        device: torch.device,
+        *,
+        collides: bool = True,
+    ) -> None:
+        self._work = _Work(transport, layouts, slots, device, collides)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        thread = threading.Thread(
+            target=_run, args=(self._jobs, self._work), name="freescale-embedding-ids", daemon=True
+        )
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
+
+    def prefetch(self, ids: HostIds) -> Batch:
+        """Plan the batch that follows the one planned last. Returns at once."""
+        return self._submit(Batch(ids), lambda batch: self._work.plan(batch, Kind.PREFETCH))
+
+    def forward(self, ids: HostIds, followers: Sequence[Batch]) -> Batch:
+        """Plan a batch that is needed now; batches that were planned before turn out to follow it."""
+        return self._submit(Batch(ids), lambda batch: self._work.insert(batch, followers))
+
+    def evaluate(self, ids: HostIds) -> Batch:
+        """Plan a batch that leaves no trace."""
+        return self._submit(Batch(ids), lambda batch: self._work.plan(batch, Kind.EVALUATION))
+
+    def all_agree(self, agrees: bool) -> bool:
+        """Whether all ranks say yes; waits for them."""
+        answer: list[bool] = []
+        batch = self._submit(Batch(HostIds([])), lambda _: answer.append(self._work.compare(agrees)))
+        self.wait(batch)
+        return answer[0]
+
+    def wait(self, batch: Batch) -> None:
+        """Wait until a batch is planned; its plan can then be used on the current stream.
+
+        Raises:
+            IdOutOfRange: Some rank looked up an id that its table does not have.
+            TransportError: The id plane's channel failed.
+        """
+        if not batch.ready.is_set():
+            batch.ready.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread."""
+        if self._work.error is not None:
+            raise self._work.error
+
+    def close(self) -> None:
+        """End the thread after what it has to do; may be called twice."""
+        self._end()
+
+    def _submit(self, batch: Batch, job: Callable[[Batch], object]) -> Batch:
+        self.check()
+        work = self._work
+
+        def guarded() -> None:
+            try:
+                if work.error is None:
+                    job(batch)
+            except BaseException as error:
+                work.fail(error)
+            finally:
+                batch.ready.set()
+
+        self._jobs.put(guarded)
+        return batch
+
+
+def _run(jobs: SimpleQueue[Callable[[], None] | None], work: _Work) -> None:
+    job = jobs.get()
+    while job is not None:
+        job()
+        del job  # keeps a batch alive
+        job = jobs.get()
+    work.transport.close()
+
+
+def _end(jobs: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=1.0)
+
+
+class _Work:
+    """What the thread does; refers to nothing that the trainer holds, so that forgetting that ends the thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layouts: Sequence[Layout],
+        slots: Sequence[Slot],
+        device: torch.device,
+        collides: bool,
+    ) -> None:
+        self.transport, self._collides = transport, collides
+        self.error: BaseException | None = None
+        self._layouts, self._slots, self._device = layouts, slots, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stamps = [Stamps(layout.local_rows) for layout in layouts]
+        self._last: Batch | None = None  # strong: whether it is still there must not depend on a rank's memory
+        self._sequence = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error. Unless all ranks have it alike, let the others know by closing the channel."""
+        self.error = self.error or error
+        if not isinstance(error, IdOutOfRange):
+            self.transport.close()
+
+    def plan(self, batch: Batch, kind: Kind) -> None:
+        """Deduplicate, send ids to their owners, and, but for evaluations, find collisions with the batch before."""
+        self._exchange(batch, kind)
+        if kind == Kind.EVALUATION or not self._collides:
+            self._index(batch)
+            return
+        self._collide(batch, self._last)
+
+    def insert(self, batch: Batch, followers: Sequence[Batch]) -> None:
+        """Plan a batch before others that are planned already; their collisions are found anew."""
+        self._exchange(batch, Kind.FORWARD)
+        if not self._collides:
+            self._index(batch)
+            return
+        self._collide(batch, None)
+        for follower in followers:
+            self._collide(follower, batch)
+            batch = follower
+
+    def compare(self, agrees: bool) -> bool:
+        """See `Planner.all_agree`."""
+        header = np.array([Kind.COMPARISON, self._sequence, 0, 0, 0, agrees], dtype=np.int64)
+        return bool(self._gather(header)[:, 5].all())
+
+    def _exchange(self, batch: Batch, kind: Kind) -> None:
+        """Fill `batch.groups` up to what each rank is asked for."""
+        batch.ids.wait()
+        fault = self._find_fault(batch.ids.arrays)
+        if fault is None:
+            batch.groups = [ask(layout, self._calls(g, batch.ids.arrays)) for g, layout in enumerate(self._layouts)]
+        counts = [plan.sent for plan in batch.groups] or [np.zeros(self.transport.world_size)] * len(self._layouts)
+        header = [[kind, self._sequence], [-1, 0, 0] if fault is None else fault, *counts]
+        world = self._gather(np.concatenate(header).astype(np.int64))
+        self._raise_faults(world[:, 2:5])
+        received = world[:, 5:].reshape(len(world), len(self._layouts), -1)[:, :, self.transport.rank]
+        pending = []
+        for plan, counts_of_group in zip(batch.groups, received.T, strict=True):
+            plan.received = np.ascontiguousarray(counts_of_group)
+            pending.append(self.transport.all_to_all(_as_tensor(plan.keys), plan.sent, plan.received))
+        for plan, layout, keys in zip(batch.groups, self._layouts, pending, strict=True):
+            plan.rows = layout.local(keys.wait().numpy())
+
+    def _calls(self, group: int, ids: Sequence[Ints]) -> list[list[tuple[int, Ints]]]:
+        calls: dict[int, list[tuple[int, Ints]]] = {}
+        for slot, each in zip(self._slots, ids, strict=True):
+            if slot.group == group:
+                calls.setdefault(slot.call, []).append((slot.table, each))
+        return [calls[call] for call in sorted(calls)]
+
+    def _find_fault(self, ids: Sequence[Ints]) -> list[int] | None:
+        """Slot, place and value of the first id that its table does not have."""
+        for i, (slot, each) in enumerate(zip(self._slots, ids, strict=True)):
+            rows = self._layouts[slot.group].tables[slot.table].num_embeddings
+            if len(each) and not (0 <= each.min() and each.max() < rows):
+                place = int(np.flatnonzero((each < 0) | (each >= rows))[0])
+                return [i, place, int(each[place])]
+        return None
+
+    def _raise_faults(self, faults: Ints) -> None:
+        for rank, (slot, place, value) in enumerate(faults.tolist()):
+            if slot >= 0:
+                told = self._slots[slot]
+                table = self._layouts[told.group].tables[told.table]
+                raise IdOutOfRange(rank, table.name, table.num_embeddings, told.feature, place, value)
+
+    def _gather(self, header: Ints) -> Ints:
+        """What all ranks say. Shape [world_size, len(header)]; raises when they are not at the same call."""
+        world = self.transport.all_gather(torch.from_numpy(header).reshape(1, -1)).wait().numpy()
+        for rank, (kind, sequence) in enumerate(world[:, :2].tolist()):
+            if (kind, sequence) != (header[0], header[1]):
+                here = f"{Kind(int(header[0])).name.lower()} #{header[1]}"
+                raise OutOfStep(f"this rank is at {here}, rank {rank} at {Kind(kind).name.lower()} #{sequence}")
+        self._sequence += 1
+        return world
+
+    def _collide(self, batch: Batch, before: Batch | None) -> None:
+        """Find out which rows of a batch the one before asked for, on both sides, and index both."""
+        splits: list[list[Ints]] = [[], []]  # asked, answered
+        bits: list[Bits] = []
+        for g, (plan, stamps) in enumerate(zip(batch.groups, self._stamps, strict=True)):
+            late_rows = stamps.mark(plan.rows)
+            plan.late_rows = late_rows if before is not None else None
+            if before is None:
+                continue
+            previous = before.groups[g]
+            bits += [late_rows, stamps.is_latest(previous.rows)]
+            splits[0] += [plan.sent, previous.sent]
+            splits[1] += [plan.received, previous.received]
+        if before is not None:
+            packed = _as_tensor(pack_masks(bits, splits[1]))
+            answer = self.transport.all_to_all(packed, num_bytes(splits[1]), num_bytes(splits[0])).wait()
+            answers = unpack_masks(answer.numpy(), splits[0])
+            upload = Upload(self._device, self._stream)
+            for g, plan in enumerate(batch.groups):
+                plan.late = answers[2 * g]
+                before.groups[g].index_successor(answers[2 * g + 1], bits[2 * g + 1], upload)
+            upload.send()
+            before.successor = upload
+        else:
+            for plan in batch.groups:
+                plan.late = None
+        self._index(batch)
+        self._last = batch
+
+    def _index(self, batch: Batch) -> None:
+        batch.upload = Upload(self._device, self._stream)
+        for plan in batch.groups:
+            plan.index(batch.upload)
+        batch.upload.send()
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    """A tensor over an array's memory. Empty arrays have strides that no view of bytes takes."""
+    return torch.from_numpy(array if len(array) else np.empty(1, dtype=array.dtype)[:0])

@@ -1,0 +1,136 @@
+"""Sums of rows with repeats in a tree that only a row's own occurrences decide: gradients of lookups (section 3.2).
+
+The sum of one row must not depend on what else is in the batch, or a deferred update would round differently from an
+immediate one. So occurrences are added in order in chunks of 32, the sums of chunks again in chunks of 32, and so on:
+a row of 30,000 occurrences takes three rounds, and no round adds more than 32 numbers one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class TreeArrays:
+    """One round after the other, as index arrays in host memory; see `SumTree`."""
+
+    size: int
+    num_scratch: int
+    rounds: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class SumTree:
+    """Which rows are added to which, on the device where the sums are taken.
+
+    Attributes:
+        size: Rows of the result.
+        num_scratch: Rows of intermediate sums.
+        rounds: Each round's summands (rows of the values in the first round, of result and scratch after it), where
+            each chunk begins in them and, last, where they end, and where each chunk's sum goes (None: chunk i to row
+            i). Shapes [n], [chunks + 1], [chunks], int64.
+    """
+
+    size: int
+    num_scratch: int
+    rounds: list[tuple[Tensor, Tensor, Tensor | None]]
+
+
+def plan_tree(order: NDArray[np.int64], counts: NDArray[np.int64]) -> TreeArrays:
+    """Lay out the rounds.
+
+    Args:
+        order: Rows of the values: all summands of row 0 of the result in their order, then of row 1, … Shape [n].
+        counts: Summands of each row of the result; may be 0. Shape [size].
+
+    Returns:
+        The rounds, in host memory.
+
+    Example:
+        >>> tree = plan_tree(np.array([2, 0, 1]), np.array([2, 0, 1]))
+        >>> tree.size, len(tree.rounds)
+        (3, 1)
+    """
+    size, num_scratch = len(counts), 0
+    rounds: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]] = []
+    rows: NDArray[np.int64] | None = None
+    while rows is None or len(rows):
+        chunks = np.maximum(-(-counts // CHUNK), 1)
+        offsets = _chunk_offsets(counts, chunks)
+        hot = chunks > 1
+        if rows is None and not hot.any():
+            rounds.append((order, offsets, None))
+            break
+        rows = np.arange(size) if rows is None else rows
+        targets = np.repeat(np.where(hot, -1, rows), chunks)
+        scratch = np.flatnonzero(targets < 0)
+        targets[scratch] = size + num_scratch + np.arange(len(scratch))
+        rounds.append((order, offsets, targets))
+        order = targets[scratch]
+        num_scratch += len(scratch)
+        rows, counts = rows[hot], chunks[hot]
+    return TreeArrays(size, num_scratch, rounds)
+
+
+def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
+    """Add up rows of `values` as a tree says, in float32.
+
+    Never synchronises. The same bits for a row whatever else is summed.
+
+    Args:
+        values: Shape [L, D], float32.
+        tree: On the device of `values`.
+
+    Returns:
+        The sums; zero for rows without summands. Shape [tree.size, D], float32.
+
+    Raises:
+        ValueError: `values` is not a float32 matrix.
+
+    Example:
+        >>> arrays = plan_tree(np.array([2, 0, 1]), np.array([2, 0, 1]))
+        >>> tree = SumTree(arrays.size, 0, [(torch.from_numpy(i), torch.from_numpy(o), None) for i, o, _ in arrays.rounds])
+        >>> sum_tree(torch.tensor([[1.0], [2.0], [4.0]]), tree).tolist()
+        [[5.0], [0.0], [2.0]]
+    """
+    if values.dim() != 2 or values.dtype != torch.float32:
+        raise ValueError(f"values must be a float32 matrix, got {values.dtype} of shape {list(values.shape)}")
+    values = values.contiguous()
+    if len(values) == 0 or tree.size == 0:
+        return values.new_zeros((tree.size, values.shape[1]))
+    if values.is_cuda:
+        from .sum_chunks import sum_rounds
+
+        return sum_rounds(values, tree)
+    (index, offsets, targets), *later = tree.rounds
+    sums = _sum_chunks(values, index, offsets)
+    if targets is None:
+        return sums
+    out = values.new_empty((tree.size + tree.num_scratch, values.shape[1]))
+    out.index_copy_(0, targets, sums)
+    for index, offsets, targets in later:
+        assert targets is not None, "only the first round may fill all rows in order"
+        out.index_copy_(0, targets, _sum_chunks(out, index, offsets))
+    return out[: tree.size]
+
+
+def _sum_chunks(values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    """Torch's sum of bags adds rows in order, each bag by itself, on all cores."""
+    return functional.embedding_bag(index, values, offsets[:-1], mode="sum")
+
+
+def _chunk_offsets(counts: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+    offsets = np.empty(int(chunks.sum()) + 1, dtype=np.int64)
+    first = np.cumsum(chunks) - chunks
+    turn = np.arange(len(offsets) - 1) - np.repeat(first, chunks)
+    offsets[:-1] = np.repeat(np.cumsum(counts) - counts, chunks) + turn * CHUNK
+    offsets[-1] = counts.sum()
+    return offsets
