@@ -34,19 +34,21 @@ class Stamps:
 
     def mark(self, rows: Ints) -> Bits:
         """Stamp the rows of the next batch; says which of them the batch before asked for. Shape of `rows`."""
-        collides = self._last[rows] == self._generation
+        collides: Bits = self._last[rows] == self._generation
         self._generation += 1
         self._last[rows] = self._generation
         return collides
 
     def is_latest(self, rows: Ints) -> Bits:
         """Which rows the batch that was marked last asked for. Shape of `rows`."""
-        return self._last[rows] == self._generation
+        latest: Bits = self._last[rows] == self._generation
+        return latest
 
 
 def num_bytes(splits: Sequence[Ints]) -> Ints:
     """Bytes of packed masks for each rank. Shape [world_size]."""
-    return np.sum([-(-split // 8) for split in splits], axis=0)
+    sizes: Ints = np.sum([-(-split // 8) for split in splits], axis=0)
+    return sizes
 
 
 def pack_masks(masks: Sequence[Bits], splits: Sequence[Ints]) -> NDArray[np.uint8]:

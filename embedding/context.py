@@ -101,7 +101,7 @@ class GroupContext:
 
     def attach(self, iteration: Iteration) -> Tensor:
         """The iteration's rows as autograd knows them. Shape [u, D], float32."""
-        rows: Tensor = _Rows.apply(self._anchor, iteration)
+        rows: Tensor = _Rows.apply(self._anchor, iteration)  # type: ignore[no-untyped-call]  # torch's own lacks types
         return rows
 
     def fetch_now(self, batch: Batch, plan: GroupPlan) -> Tensor:
@@ -253,7 +253,7 @@ class _Rows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         """Update the tables. Gradient of shape [u, D]."""
         iteration: Iteration = ctx.iteration
@@ -271,7 +271,7 @@ class _Gather(torch.autograd.Function):
         return rows.index_select(0, index.inverse)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Gradients of the rows. Shape [u, D]."""
         return sum_tree(gradient, ctx.index.tree), None
@@ -279,7 +279,7 @@ class _Gather(torch.autograd.Function):
 
 def gather(rows: Tensor, index: CallIndex) -> Tensor:
     """Rows of a batch for a call's ids. Shape [ids, D], float32; differentiable."""
-    looked_up: Tensor = _Gather.apply(rows, index)
+    looked_up: Tensor = _Gather.apply(rows, index)  # type: ignore[no-untyped-call]  # torch's own lacks types
     return looked_up
 
 

@@ -50,7 +50,7 @@ class Upload:
             self.storage = torch.empty(len(packed), dtype=torch.int64, device=self._device)
             for array, tensor, size in zip(self._arrays, self._tensors, sizes, strict=True):
                 view[start : start + len(array)] = array
-                tensor.set_(self.storage[start : start + len(array)])
+                tensor.data = self.storage[start : start + len(array)]
                 start += size
             self.storage.copy_(packed, non_blocking=True)
             self.event = torch.cuda.Event()

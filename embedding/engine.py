@@ -85,7 +85,7 @@ class Engine:
         background: Transport | None,
         wire_dtype: torch.dtype | None,
         gradient_division: bool,
-        grad_scale: GradScale | None,
+        grad_scale: GradScale | torch.amp.GradScaler | None,
         seed: int | None,
     ) -> None:
         self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
@@ -221,7 +221,8 @@ class Engine:
                 )
 
     def _gather_call(self, batch: Batch, rows: Sequence[Tensor], call: int) -> list[Tensor]:
-        places, outputs = self.calls[call], {}
+        places = self.calls[call]
+        outputs: dict[int, Tensor] = {}
         for group, (index, features) in self._indices[call].items():
             slots = [slot for slot, each in enumerate(self._slots) if each.group == group and each.call == index]
             looked_up = gather(rows[group], batch.groups[group].calls[index])

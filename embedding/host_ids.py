@@ -27,16 +27,11 @@ class HostIds:
     def __init__(self, ids: Sequence[Tensor]) -> None:
         self.tensors = [each.detach().reshape(-1) for each in ids]
         self.sizes = [len(each) for each in self.tensors]
+        self._host = [_to_host(each) for each in self.tensors]
         self._event: torch.cuda.Event | None = None
-        self._host = [self._to_host(each) for each in self.tensors]
-        if self._event is not None:
+        if any(each.is_cuda for each in self.tensors):
+            self._event = torch.cuda.Event(blocking=True)
             self._event.record()
-
-    def _to_host(self, ids: Tensor) -> Tensor:
-        if not ids.is_cuda:
-            return ids
-        self._event = self._event or torch.cuda.Event(blocking=True)
-        return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
 
     def wait(self) -> None:
         """Wait for copies from a GPU; for the thread that reads the ids."""
@@ -53,3 +48,9 @@ class HostIds:
         self.wait()
         other.wait()
         return self.sizes == other.sizes and all(map(np.array_equal, self.arrays, other.arrays))
+
+
+def _to_host(ids: Tensor) -> Tensor:
+    if not ids.is_cuda:
+        return ids
+    return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)

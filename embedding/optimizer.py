@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Sgd:
     """
 
     lr: float
+    rule: ClassVar[Literal["sgd"]] = "sgd"
     states: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +62,10 @@ class Sgd:
         """New weights and states. Shapes [n, D], [n, D], none."""
         del states
         return (weights - gradients * stamp.lr,)
+
+    def numbers(self, stamp: Stamp) -> list[float]:
+        """What the kernel that updates rows takes besides the divisor."""
+        return [stamp.lr, *[0.0] * 8]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class RowwiseAdagrad:
 
     lr: float
     eps: float = 1e-8
+    rule: ClassVar[Literal["rowwise_adagrad"]] = "rowwise_adagrad"
     states: ClassVar[tuple[str, ...]] = ("momentum1",)
 
     def __post_init__(self) -> None:
@@ -93,6 +99,10 @@ class RowwiseAdagrad:
         momentum = states[0] + sum_of_squares(gradients) / weights.shape[1]
         rate = stamp.lr / (momentum.sqrt() + self.eps)
         return weights - gradients * rate[:, None], momentum
+
+    def numbers(self, stamp: Stamp) -> list[float]:
+        """See `Sgd.numbers`."""
+        return [stamp.lr, self.eps, *[0.0] * 7]
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    rule: ClassVar[Literal["adam"]] = "adam"
     states: ClassVar[tuple[str, ...]] = ("momentum1", "momentum2")
 
     def __post_init__(self) -> None:
@@ -139,6 +150,12 @@ class Adam:
         if self.weight_decay:
             change = change + weights * self.weight_decay
         return weights - change * stamp.lr, first, second
+
+    def numbers(self, stamp: Stamp) -> list[float]:
+        """See `Sgd.numbers`."""
+        decays = [self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2]
+        corrections = [1 - self.beta1**stamp.step, 1 - self.beta2**stamp.step]
+        return [stamp.lr, self.eps, *decays, *corrections, self.weight_decay]
 
 
 Optimizer = Sgd | RowwiseAdagrad | Adam
@@ -180,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # the base class has overloads of this
+    def step(self, closure: Any = None) -> Any:
         """Do nothing but call the closure: rows are updated in backward."""
         return None if closure is None else closure()
 

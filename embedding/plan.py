@@ -204,7 +204,8 @@ def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrence
 def count_by(chosen: Bits, splits: Ints) -> Ints:
     """How many bits are set in each of consecutive pieces. Shape of `splits`."""
     totals = np.concatenate([[0], np.cumsum(chosen)])
-    return np.diff(totals[np.concatenate([[0], np.cumsum(splits)])])
+    counts: Ints = np.diff(totals[np.concatenate([[0], np.cumsum(splits)])])
+    return counts
 
 
 def add_tree(arrays: TreeArrays, upload: Upload) -> SumTree:

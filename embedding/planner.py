@@ -227,9 +227,10 @@ class _Work:
         fault = self._find_fault(batch.ids.arrays)
         if fault is None:
             batch.groups = [ask(layout, self._calls(g, batch.ids.arrays)) for g, layout in enumerate(self._layouts)]
-        counts = [plan.sent for plan in batch.groups] or [np.zeros(self.transport.world_size)] * len(self._layouts)
-        header = [[kind, self._sequence], [-1, 0, 0] if fault is None else fault, *counts]
-        world = self._gather(np.concatenate(header).astype(np.int64))
+        nothing = np.zeros(self.transport.world_size * len(self._layouts), dtype=np.int64)
+        counts = np.concatenate([plan.sent for plan in batch.groups]) if fault is None else nothing
+        said = [kind, self._sequence, *([-1, 0, 0] if fault is None else fault)]
+        world = self._gather(np.concatenate([np.array(said, dtype=np.int64), counts]))
         self._raise_faults(world[:, 2:5])
         received = world[:, 5:].reshape(len(world), len(self._layouts), -1)[:, :, self.transport.rank]
         pending = []

@@ -26,7 +26,7 @@ def read_scale(scale: GradScale | torch.amp.GradScaler | None) -> float | Tensor
     if isinstance(scale, torch.amp.GradScaler):
         if not scale.is_enabled():
             return 1.0
-        current = scale._get_scale_async()
-        return scale.get_scale() if current is None else current.clone()
+        kept = scale._get_scale_async()
+        return scale.get_scale() if kept is None else kept.clone()
     current = scale()
     return current.detach().clone() if isinstance(current, Tensor) else float(current)

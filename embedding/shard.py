@@ -87,9 +87,7 @@ class Shard:
             return
         sums = sum_tree(gradients.float(), plan.tree)
         if self.weights.is_cuda:
-            from .fused_update import update_rows
-
-            update_rows(self, sums, plan.rows, stamp, lane)
+            self._update_on_device(sums, plan.rows, stamp, lane)
             return
         if stamp.divisor != 1:
             sums = sums / stamp.divisor
@@ -103,6 +101,18 @@ class Shard:
         for target, old, new in zip([self.weights, *self.states.values()], before, after, strict=True):
             kept = torch.where(finite.view(-1, *[1] * (new.dim() - 1)), new, old)
             target.index_copy_(0, plan.rows, kept.to(target.dtype))
+
+    def _update_on_device(self, sums: Tensor, rows: Tensor, stamp: Stamp, lane: int) -> None:
+        from ..kernels.update_rows import on_device, update_rows
+
+        device, optimizer = self.weights.device, self.optimizer
+        numbers = on_device([stamp.divisor, *optimizer.numbers(stamp)], device)
+        scale = stamp.scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(device, torch.float32)
+        divisor = scale if isinstance(scale, Tensor) else None if scale == 1 else on_device([scale], device)
+        states = list(self.states.values())
+        update_rows(self.weights, sums, rows, states, numbers, divisor, self.skipped[lane], optimizer.rule)
 
 
 def _draw(table: Table, seed: int, begin: int, device: torch.device) -> Tensor:
