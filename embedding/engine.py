@@ -104,9 +104,10 @@ class Engine:
             for shard in self.shards:
                 shard.initialise(seed)
         self.optimizer = FusedOptimizer([self._param_group(shard) for shard in self.shards])
+        # The id plane has told every rank how many rows come: no need to compare sizes again, which waits on the host.
         self._ids_channel = transport.channel("embedding ids")
-        self._urgent_channel = (urgent or transport).channel("embedding urgent")
-        self._background_channel = (background or transport).channel("embedding background")
+        self._urgent_channel = (urgent or transport).channel("embedding urgent", check_sizes=False)
+        self._background_channel = (background or transport).channel("embedding background", check_sizes=False)
         self._wire_dtype = wire_dtype
         self._planner: Planner | None = None
         self._contexts: list[GroupContext] = []

@@ -5,23 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from embedding_runs import Data, Trained, train
+from embedding_runs import Data, Trained, assert_equal, train
 from freescale.embedding import Adam, RowwiseAdagrad, Sgd, Table
 from rank_threads import run_in_threads
 
 TABLES = [Table("item", 64, 8, ["clicked", "shown"]), Table("user", 5, 8), Table("shop", 40, 4)]
 OPTIMIZERS = [Sgd(lr=0.05), RowwiseAdagrad(lr=0.05), Adam(lr=0.05)]
-
-
-def assert_equal(ours: list[Trained], theirs: list[Trained]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.losses == other.losses
-        for left, right in zip(one.weights, other.weights, strict=True):
-            assert left.keys() == right.keys()
-            for name in left:
-                assert torch.equal(left[name], right[name]), name
 
 
 def run(world_size: int, data: Data, **options: Any) -> list[Trained]:

@@ -55,7 +55,7 @@ class Data:
 
 def loss_of(outputs: dict[str, Any], step: int) -> Tensor:
     """A loss whose gradients depend on rows and step."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=next(iter(outputs.values())).device)
     for i, name in enumerate(sorted(outputs)):
         rows = outputs[name]
         total = total + (rows * rows).sum() * (0.3 + 0.01 * (step % 7)) + (rows.sum(-1) * (0.1 * i - 0.2)).sum()
@@ -73,7 +73,7 @@ class Trained:
     """
 
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
 
 
 def shard_of(tables: PrioritizedEmbeddingCollection) -> dict[str, Tensor]:
@@ -85,7 +85,17 @@ def shard_of(tables: PrioritizedEmbeddingCollection) -> dict[str, Tensor]:
             found[table.name] = shard.of_table(t, shard.weights).clone()
             for name, state in shard.states.items():
                 found[f"{table.name}.{name}"] = shard.of_table(t, state).clone()
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def assert_equal(ours: Sequence[Trained], theirs: Sequence[Trained]) -> None:
+    """The same weights, states and losses, bit for bit; ranks in order."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.stack(one.losses), torch.stack(other.losses))
+        for left, right in zip(one.weights, other.weights, strict=True):
+            assert left.keys() == right.keys()
+            for name in left:
+                assert torch.equal(left[name], right[name]), name
 
 
 def train(
@@ -95,6 +105,7 @@ def train(
     ahead: int = 1,
     look: Callable[[int], bool] = lambda step: False,
     schedule: bool = True,
+    ids_on: str = "cpu",
     **options: Any,
 ) -> Trained:
     """Train one rank and give back copies of its shard.
@@ -105,21 +116,26 @@ def train(
         ahead: Batches prefetched before a forward; 0 for none.
         look: After which steps to copy the shard.
         schedule: Change the learning rate each step.
+        ids_on: Device of the ids.
         options: Of the collection.
     """
     tables = PrioritizedEmbeddingCollection(data.tables, transport, **options)
     result = Trained()
     prefetched = 1
+
+    def batch_of(step: int) -> Batch:
+        return {name: ids.to(ids_on) for name, ids in data.batch(transport.rank, step).items()}
+
     for step in range(data.steps):
         while prefetched <= min(step + ahead, data.steps - 1):
-            tables.prefetch(data.batch(transport.rank, prefetched))
+            tables.prefetch(batch_of(prefetched))
             prefetched += 1
-        loss = loss_of(tables(data.batch(transport.rank, step)), step)
+        loss = loss_of(tables(batch_of(step)), step)
         if schedule:
             for group in tables.fused_optimizer.param_groups:
                 group["lr"] = 0.05 / (1 + 0.1 * step)
         loss.backward()
-        result.losses.append(loss.item())
+        result.losses.append(loss.detach())
         if look(step):
             result.weights.append(shard_of(tables))
     result.weights.append(shard_of(tables))

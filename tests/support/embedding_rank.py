@@ -1,0 +1,78 @@
+"""One rank of the embedding checks between real processes: python embedding_rank.py BACKEND DEVICE [STEPS]."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from embedding_runs import Data, assert_equal, train
+from freescale.embedding import Adam, RowwiseAdagrad, Sgd, Table
+from freescale.transport import Transport, connect
+
+TABLES = [Table("item", 300, 128, ["clicked", "shown"]), Table("user", 5, 128), Table("shop", 90, 12)]
+
+
+def check_parity(transport: Transport, device: str, steps: int) -> None:
+    """Weights, states and losses of both orders are equal, for all optimizers and collision ratios."""
+    for optimizer in (Sgd(lr=0.05), RowwiseAdagrad(lr=0.05), Adam(lr=0.05)):
+        for collision in (0.0, 0.05, 1.0):
+            data = Data(TABLES, steps=steps, num_ids=200, collision=collision, empty=[1])
+            options: dict[str, Any] = {"optimizer": optimizer, "device": device, "look": lambda step: step % 10 == 3}
+            ours = train(transport, data, ids_on=device if collision else "cpu", **options)
+            theirs = train(transport, data, ahead=0, synchronous=True, **options)
+            assert_equal([ours], [theirs])
+
+
+def check_hot_rows(transport: Transport, device: str, steps: int) -> None:
+    """Rows that occur thousands of times a batch are summed alike in both orders."""
+    data = Data([Table("item", 40, 64)], steps=min(steps, 10), num_ids=20000, collision=0.5)
+    options: dict[str, Any] = {"optimizer": RowwiseAdagrad(lr=0.001), "device": device}
+    assert_equal(
+        [train(transport, data, ahead=2, **options)], [train(transport, data, ahead=0, synchronous=True, **options)]
+    )
+
+
+def check_narrow_types(transport: Transport, device: str, steps: int) -> None:
+    """bfloat16 tables, and a bfloat16 wire for float32 tables, keep parity too."""
+    for dtype, wire in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+        data = Data([Table("item", 200, 64, dtype=dtype)], steps=steps, num_ids=300)
+        options: dict[str, Any] = {"optimizer": RowwiseAdagrad(lr=0.05), "device": device, "wire_dtype": wire}
+        ours = train(transport, data, **options)
+        assert_equal([ours], [train(transport, data, ahead=0, synchronous=True, **options)])
+
+
+CHECKS = [check_parity, check_hot_rows, check_narrow_types]
+
+
+def main(backend: str, device: str, steps: int) -> None:
+    """Run all checks and say which passed."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    if device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device = f"cuda:{torch.cuda.current_device()}"
+    if backend == "process_group":
+        torch.distributed.init_process_group("gloo")
+    transport = connect(backend, timeout_s=60)
+    failed = 0
+    for check in CHECKS:
+        try:
+            check(transport, device, steps)
+            print(f"passed {check.__name__}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED {check.__name__}\n{traceback.format_exc()}", flush=True)
+    transport.close()
+    if backend == "process_group":
+        torch.distributed.destroy_process_group()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 40)
