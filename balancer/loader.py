@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from ..transport import Transport, TransportTimeout
@@ -179,7 +178,7 @@ class BalancedLoader(Generic[T]):
                 return iter(()), None
             batches = self._source.start(state["source"])
             if state["source"] is None:  # what shuffles draws its order here, so a state has to hold it from now on
-                state["source"] = copy.deepcopy(self._source.state(0))
+                state["source"] = self._source.state(lambda: 0)
             return batches, None
         except Exception as error:
             return iter(()), error
@@ -235,8 +234,7 @@ class BalancedLoader(Generic[T]):
             lengths = checked_lengths(self._measure_lengths(batch), columns.batch_size)
         sections = Sections(columns, self._schema)
         samples = self._selection.sample_words(columns, self._schema, sections.payload_bytes(), lengths)
-        items = np.array([len(columns[name].values) for name in columns.names], np.int64)
-        return LocalBatch(State.HAS_BATCH, self._schema, sections, samples, items)
+        return LocalBatch(State.HAS_BATCH, self._schema, sections, samples, sections.items)
 
     def _restore(self, protocol: Protocol, columns: JaggedBatch) -> Any:
         if self._adapter is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_OPTIONAL = ("num_candidates", "payload_bytes", "seconds", "seconds_step")
 
 
 def _no_items() -> Tensor:
@@ -74,31 +76,29 @@ class WorldSamples:
         n = self.num_samples
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
-        if len(self.rank) != n:
+        if self.rank.shape[0] != n:
             raise ValueError(f"rank must have one entry a sample, got {len(self.rank)} for {n} samples")
-        defaults = {
-            "num_candidates": torch.zeros(n, dtype=torch.int64),
-            "payload_bytes": self.uih_lengths * 8,
-            "seconds": torch.full((self.world_size,), torch.nan, dtype=torch.float64),
-            "seconds_step": torch.full((self.world_size,), -1, dtype=torch.int64),
-        }
-        for name, default in defaults.items():
-            value = getattr(self, name)
-            if len(value) == 0:
-                object.__setattr__(self, name, default)
-            elif len(value) != len(default):
-                raise ValueError(f"{name} must have {len(default)} entries, got {len(value)}")
+        for name, entries in zip(_OPTIONAL, (n, n, self.world_size, self.world_size), strict=True):
+            given = getattr(self, name).shape[0]
+            if given == entries:
+                continue
+            if given:
+                raise ValueError(f"{name} must have {entries} entries, got {given}")
+            object.__setattr__(self, name, self._default(name))
 
-    def clone(self) -> WorldSamples:
-        """A copy that shares no sample's numbers with this one."""
-        names = ("rank", "uih_lengths", "num_candidates", "candidate_lengths", "payload_bytes")
-        gathered = {name: values.clone() for name, values in self.gathered.items()}
-        return replace(self, **{name: getattr(self, name).clone() for name in names}, gathered=gathered)
+    def _default(self, name: str) -> Tensor:
+        if name == "num_candidates":
+            return torch.zeros(self.num_samples, dtype=torch.int64)
+        if name == "payload_bytes":
+            return self.uih_lengths * 8
+        if name == "seconds":
+            return torch.full((self.world_size,), torch.nan, dtype=torch.float64)
+        return torch.full((self.world_size,), -1, dtype=torch.int64)
 
     @property
     def num_samples(self) -> int:
         """Samples in the global batch, N."""
-        return len(self.uih_lengths)
+        return self.uih_lengths.shape[0]
 
     def restricted_to(self, samples: Tensor, ranks: range) -> WorldSamples:
         """Give the world that has only some samples and ranks; ranks are renumbered from 0.
@@ -199,10 +199,11 @@ def validate_plan(owner: object, world: WorldSamples) -> Tensor:
     if owner.shape != (world.num_samples,):
         wanted = [world.num_samples]
         raise ValueError(f"the partitioner must return shape {wanted}, one owner a sample, got {list(owner.shape)}")
-    owner = owner.to("cpu", torch.int64)
-    outside = ((owner < 0) | (owner >= world.world_size)).nonzero()
-    if len(outside):
-        sample = int(outside[0])
+    if owner.dtype != torch.int64 or owner.device.type != "cpu":
+        owner = owner.to("cpu", torch.int64)
+    numbers = owner.numpy()
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < world.world_size:
+        sample = int(((numbers < 0) | (numbers >= world.world_size)).argmax())
         raise ValueError(
             f"the partitioner must give owner ranks in [0, {world.world_size}), "
             f"got {int(owner[sample])} for sample {sample}"

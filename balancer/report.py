@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from .metrics import imbalance, straggler_percentage
-from .plan import WorldSamples
 
 Int64s = NDArray[np.int64]
 
@@ -36,18 +35,16 @@ class Traffic:
     received: Int64s
 
     @classmethod
-    def of(cls, world: WorldSamples, owners: Int64s) -> Traffic:
-        """Add up a plan."""
-        origin, size = world.rank.numpy(), world.world_size
-        lengths, payload = world.uih_lengths.numpy(), world.payload_bytes.numpy()
-        moved = np.where(origin != owners, payload, 0)
+    def of(cls, world_size: int, origin: Int64s, owners: Int64s, lengths: Int64s, payload: Int64s) -> Traffic:
+        """Add up a plan, from what is known of each sample. Shapes [num_samples]."""
+        moved = payload * (origin != owners)
 
-        def total(rank: Int64s, amounts: Int64s | None) -> Int64s:
-            sums: Int64s = np.bincount(rank, weights=amounts, minlength=size).astype(np.int64)
+        def total(rank: Int64s, amounts: Int64s) -> Int64s:
+            sums: Int64s = np.bincount(rank, amounts, world_size).astype(np.int64)
             return sums
 
         return cls(
-            total(owners, None),
+            np.bincount(owners, minlength=world_size),
             total(origin, lengths),
             total(owners, lengths),
             total(origin, payload),

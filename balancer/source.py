@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,11 +20,11 @@ class Source(Protocol):
         """Begin an epoch, or go on from a state."""
         ...
 
-    def state(self, fingerprint: int) -> Any:
-        """Where the running epoch stands: a state that `start` goes on from with the next batch.
+    def state(self, fingerprint: Callable[[], int]) -> Any:
+        """Where the running epoch stands: a state that `start` goes on from with the next batch, and never changes.
 
         Args:
-            fingerprint: A checksum of the batch taken last.
+            fingerprint: Gives a checksum of the batch taken last.
         """
         ...
 
@@ -44,14 +45,14 @@ class StatefulSource:
             self._loader.load_state_dict(state)
         return iter(self._loader)
 
-    def state(self, fingerprint: int) -> Any:
+    def state(self, fingerprint: Callable[[], int]) -> Any:
         """Where the running epoch stands."""
         del fingerprint
-        return self._loader.state_dict()
+        return copy.deepcopy(self._loader.state_dict())
 
     def end_state(self) -> Any:
         """How the next epoch begins: at its end, such a loader's state is that (the order of a shuffle is in it)."""
-        return self._loader.state_dict()
+        return copy.deepcopy(self._loader.state_dict())
 
 
 class ReplayedSource:
@@ -114,9 +115,9 @@ class ReplayedSource:
             self._taken += 1
             yield batch
 
-    def state(self, fingerprint: int) -> Any:
+    def state(self, fingerprint: Callable[[], int]) -> Any:
         """How many batches of the epoch were taken, and which was the last."""
-        return {"taken": self._taken, "fingerprint": fingerprint}
+        return {"taken": self._taken, "fingerprint": fingerprint()}
 
     def end_state(self) -> Any:
         """How the next epoch begins."""
@@ -134,10 +135,10 @@ class NodeSource:
         self._node.reset(state)
         return self._node
 
-    def state(self, fingerprint: int) -> Any:
+    def state(self, fingerprint: Callable[[], int]) -> Any:
         """Where the running epoch stands."""
         del fingerprint
-        return self._node.state_dict()
+        return copy.deepcopy(self._node.state_dict())
 
     def end_state(self) -> Any:
         """How the next epoch begins: a node's state at its end would give an empty epoch."""

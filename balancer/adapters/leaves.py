@@ -259,6 +259,8 @@ class BatchLeaf(Node):
 
     @override
     def restore(self, batch: JaggedBatch) -> JaggedBatch:
+        if not self._path and batch.names == self._names:
+            return batch
         columns = {name: batch[below(self._path, name)] for name in self._names}
         return JaggedBatch.of_checked(columns, batch.batch_size)
 

@@ -8,11 +8,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from ..plan import Cost, WorldSamples
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+_FEW = 1024  # are sorted faster by comparison
 
 
 def uih_length(world: WorldSamples) -> Tensor:
@@ -74,12 +77,17 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
     if given.shape != (world.num_samples,):
         raise ValueError(f"cost must give shape [{world.num_samples}], one value a sample, got {list(given.shape)}")
     costs = given.double().numpy()
-    if not (np.isfinite(costs) & (costs >= 0)).all():
+    if len(costs) and not (costs.min() >= 0 and costs.max() < np.inf):
         sample = int(np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))[0])
         raise ValueError(f"cost must be finite and not negative, got {costs[sample]} for sample {sample}")
-    if isinstance(cost, RankCost):
+    if _knows_ranks(cost):
         return Workload(costs, cost.speeds(world).double().numpy(), float(cost.overhead(world)))
     return Workload(costs, np.ones(world.world_size))
+
+
+def _knows_ranks(cost: Cost) -> TypeIs[RankCost]:
+    """As isinstance, which takes 70 calls to find out."""
+    return hasattr(cost, "speeds") and hasattr(cost, "overhead")
 
 
 def costliest_first(costs: Floats) -> Ints:
@@ -88,9 +96,11 @@ def costliest_first(costs: Floats) -> Ints:
     Costs that float32 holds exactly (lengths below 2**24, rounded costs) are sorted by radix, 16 bits at a time,
     several times faster than by comparison: the bits of non-negative floats rise with their values.
     """
+    if len(costs) < _FEW:
+        return (-costs).argsort(kind="stable")
     single = costs.astype(np.float32)
     if not (single == costs).all():
-        return np.argsort(-costs, kind="stable")
+        return (-costs).argsort(kind="stable")
     bits = ~(single + np.float32(0)).view(np.uint32)  # + 0: minus zero is zero
     order = np.argsort(bits.astype(np.uint16), kind="stable")
     return order[np.argsort((bits[order] >> 16).astype(np.uint16), kind="stable")]

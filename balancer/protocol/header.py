@@ -35,7 +35,8 @@ _FIELDS = (
     "text_bytes",
 )
 _HEADER_WORDS = len(_FIELDS)
-_BASE_WORDS = 3  # UIH length, number of candidates, payload bytes; gathered columns follow
+UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
+_BASE_WORDS = 3  # gathered columns follow
 MAX_BATCH_SIZE = 1 << 24
 _LARGEST = 1 << 48  # of a length, and of the bytes of a sample
 
@@ -101,7 +102,7 @@ def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
         Shape [message_words(...)], int64.
     """
     message = np.zeros(message_words(num_columns, local.capacity, num_gathered), np.int64)
-    text = cut_text(local.text)
+    text = cut_text(local.text) if local.text else b""
     message[:_HEADER_WORDS] = (
         MAGIC,
         local.step,
@@ -117,13 +118,27 @@ def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
         len(text),
     )
     body = message[_HEADER_WORDS:]
-    body[:_TEXT_WORDS].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+    if text:
+        body[:_TEXT_WORDS].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
     if len(local.items):
         body[_TEXT_WORDS : _TEXT_WORDS + num_columns] = local.items
     if 0 < local.batch_size <= local.capacity:
         samples = body[_TEXT_WORDS + num_columns :].reshape(local.capacity, _BASE_WORDS + num_gathered)
         samples[: local.batch_size] = local.samples
     return torch.from_numpy(message)
+
+
+_LIMITS: Sequence[tuple[str, int, int]] = (
+    ("magic", MAGIC, MAGIC),
+    ("state", 0, max(State)),
+    ("batch_size", 0, MAX_BATCH_SIZE),
+    ("text_bytes", 0, TEXT_BYTES),
+    ("schema_bytes", 0, MAX_SCHEMA_BYTES),
+)
+_LOWEST, _HIGHEST = np.full(_HEADER_WORDS, -(2**63)), np.full(_HEADER_WORDS, 2**63 - 1)
+for _name, _low, _high in _LIMITS:
+    _LOWEST[_FIELDS.index(_name)], _HIGHEST[_FIELDS.index(_name)] = _low, _high
+_AGREED = [_FIELDS.index(_name) for _name in ("step", "epoch", "options_digest")]
 
 
 class WorldStep:
@@ -134,17 +149,13 @@ class WorldStep:
     """
 
     def __init__(self, gathered: Tensor, world_size: int, num_columns: int, num_gathered: int) -> None:
-        words = gathered.numpy().reshape(world_size, -1)
+        self._words = words = gathered.numpy().reshape(world_size, -1)
         self.world_size = world_size
-        for index, name in enumerate(_FIELDS):
-            setattr(self, name, words[:, index])
         self._check()
-        self.seconds = np.ascontiguousarray(self.seconds_bits).view(np.float64)
-        text = np.ascontiguousarray(words[:, _HEADER_WORDS : _HEADER_WORDS + _TEXT_WORDS]).view(np.uint8)
-        self._texts = [bytes(row[:length]) for row, length in zip(text, self.text_bytes, strict=True)]
         body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
         self.items = body[:, :num_columns]
         self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
+        self.all_have_batches = not self.state.any()
 
     magic: Int64s
     step: Int64s
@@ -159,15 +170,24 @@ class WorldStep:
     seconds_bits: Int64s
     text_bytes: Int64s
 
+    def __getattr__(self, name: str) -> Int64s:
+        """A field of the header, of all ranks. Shape [world_size]."""
+        if name not in _FIELDS:
+            raise AttributeError(name)
+        values: Int64s = self._words[:, _FIELDS.index(name)]
+        setattr(self, name, values)
+        return values
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Compute seconds of the step that each rank measured last. Shape [world_size]."""
+        return self.seconds_bits.copy().view(np.float64)
+
     def _check(self) -> None:
-        limits: Sequence[tuple[str, int, int]] = (
-            ("magic", MAGIC, MAGIC),
-            ("state", 0, max(State)),
-            ("batch_size", 0, MAX_BATCH_SIZE),
-            ("text_bytes", 0, TEXT_BYTES),
-            ("schema_bytes", 0, MAX_SCHEMA_BYTES),
-        )
-        for name, low, high in limits:
+        header = self._words[:, :_HEADER_WORDS]
+        if not ((header < _LOWEST) | (header > _HIGHEST)).any():
+            return
+        for name, low, high in _LIMITS:
             values: Int64s = getattr(self, name)
             wrong = np.flatnonzero((values < low) | (values > high))
             if len(wrong):
@@ -179,7 +199,8 @@ class WorldStep:
 
     def text(self, rank: int) -> str:
         """What a rank says of its failure."""
-        return self._texts[rank].decode("utf-8", "replace")
+        text = self._words[rank, _HEADER_WORDS : _HEADER_WORDS + _TEXT_WORDS].tobytes()
+        return text[: self.text_bytes[rank]].decode("utf-8", "replace")
 
     def first(self, state: State) -> int | None:
         """Lowest rank in a state, if any is."""
@@ -193,6 +214,21 @@ class WorldStep:
         differing = ranks[values[ranks] != values[ranks[0]]] if len(ranks) else ranks
         return (int(ranks[0]), int(differing[0])) if len(differing) else None
 
+    def agrees(self) -> bool:
+        """Whether all ranks are at one step of one epoch with the same options."""
+        agreed = self._words[:, _AGREED]
+        return bool((agreed == agreed[0]).all())
+
+    @cached_property
+    def origin(self) -> Int64s:
+        """Rank that loaded each sample. Shape [N]."""
+        return np.arange(self.world_size).repeat(self.batch_size)
+
+    @cached_property
+    def ends(self) -> Int64s:
+        """Where the samples of each rank end among those of all. Shape [world_size]."""
+        return self.batch_size.cumsum()
+
     @cached_property
     def samples(self) -> Int64s:
         """The samples of all ranks, by origin rank, then position. Shape [N, 3 + num_gathered].
@@ -200,8 +236,10 @@ class WorldStep:
         Raises:
             ProtocolError: A length is negative or too large.
         """
-        present = np.arange(self._samples.shape[1]) < self.batch_size[:, None]
-        samples = self._samples[present]
+        width = self._samples.shape[1]
+        present = np.arange(width) < self.batch_size[:, None]
+        full = self._samples.reshape(self.world_size * width, self._samples.shape[2])
+        samples = full if present.all() else full[present.reshape(-1)]
         told = samples[:, :_BASE_WORDS]
         if len(samples) and (told.min() < 0 or told.max() > _LARGEST):
             row = int(np.flatnonzero(((told < 0) | (told > _LARGEST)).any(1))[0])

@@ -39,6 +39,9 @@ class History:
         Returns:
             Steps and seconds, -1 and NaN where the step is not known any more, and the samples behind them.
         """
+        if not self._plans:
+            size = self._world_size
+            return torch.from_numpy(np.full(size, -1)), torch.from_numpy(np.full(size, np.nan)), None
         known = np.array([int(step) in self._plans for step in steps])
         steps = np.where(known, steps, -1)
         seconds = np.where(known, seconds, np.nan)

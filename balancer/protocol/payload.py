@@ -7,12 +7,14 @@ multiples of 8 bytes. Sizes follow from what stages I and II told, so nothing de
 stay home are not in any message.
 
     message   | heads | inner lengths of column a | … | values of column a | values of column b | … | slack |
+
+All sections are worked out together, as rows of arrays: calls, not bytes, are what a busy trainer feels of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import ctypes
+import zlib
 
 import numpy as np
 import torch
@@ -21,36 +23,15 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
-from .schema import Schema
+from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 _ZEROS = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")  # what padding is copied from
-
-
-def _offsets(lengths: Int64s) -> Int64s:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-@dataclass(frozen=True)
-class Section:
-    """Bytes of a local batch that a sample has more or less of.
-
-    Attributes:
-        address: First byte.
-        offsets: First byte of each sample, and the end. Shape [batch_size + 1].
-    """
-
-    address: int
-    offsets: Int64s
-
-    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Address and size of the bytes of samples. Each of shape [len(samples)]."""
-        starts = self.offsets[samples]
-        return self.address + starts, self.offsets[samples + 1] - starts
+_ZEROS_AT = _ZEROS.data_ptr()
+_MOST_ENTRIES = 2**62
+_FINGERPRINT_BYTES = 2048  # of each section
 
 
 class Sections:
@@ -59,48 +40,77 @@ class Sections:
     Attributes:
         batch: The batch.
         heads: One record a sample. Shape [batch_size, head_bytes], uint8.
+        items: Values in each column. Shape [num_columns], int64.
+        addresses: First byte of each section in memory. Shape [sections, 1], int64.
+        offsets: First byte of each sample in each section, and the end. Shape [sections, batch_size + 1], int64.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
         self.batch = batch
-        layout = schema.layout
-        self.heads: Bytes = np.zeros((batch.batch_size, layout.head_bytes), np.uint8)
-        for column, start, size in layout.heads:
-            if size and batch.batch_size:
-                outer = batch[column.name].levels[0] if column.num_levels else batch[column.name].values
-                self.heads[:, start : start + size] = _rows(outer, size)
-        samples = np.arange(batch.batch_size + 1, dtype=np.int64)
-        self._sections: list[Section] = []
-        ends: dict[str, Int64s] = {}  # first value of each sample, and the end
-        for column in layout.nested:
-            counts, lengths = batch[column.name].levels
-            first = _offsets(counts.numpy())
-            self._sections.append(Section(lengths.data_ptr(), first * 8))
-            ends[column.name] = _offsets(lengths.numpy())[first]
-        for column in layout.bodies:
-            values, levels = batch[column.name].values, batch[column.name].levels
-            if column.num_levels == 1:
-                ends[column.name] = _offsets(levels[0].numpy())
-            self._sections.append(Section(values.data_ptr(), ends.get(column.name, samples) * column.row_bytes))
-
-    def __iter__(self) -> Iterator[Section]:
-        return iter(self._sections)
+        layout, columns, size = schema.layout, batch.columns, batch.batch_size
+        ends = np.zeros((layout.num_rows, size + 1), np.int64)  # first entry of each sample, and the end
+        outer = ends[: len(layout.jagged)]
+        for row, jagged in zip(outer, layout.jagged, strict=True):
+            row[1:] = columns[jagged.name].levels[0].numpy()
+        words = np.zeros((size, layout.head_bytes // 8), np.int64)
+        words[:, layout.jagged_words] = outer[:, 1:].T
+        self.heads: Bytes = words.view(np.uint8).reshape(size, layout.head_bytes)
+        self._heads_at = int(words.ctypes.data)
+        for column, start in layout.narrow:
+            if column.row_bytes and size:
+                self.heads[:, start : start + column.row_bytes] = _rows(columns[column.name].values, column)
+        outer.cumsum(axis=1, out=outer)
+        for row, (nested, j) in zip(ends[len(outer) : -1], layout.nested, strict=True):
+            row[:] = _offsets(columns[nested.name].levels[1].numpy())[outer[j]]
+        ends[-1] = np.arange(size + 1)
+        self.items: Int64s = ends[layout.column_rows, -1]
+        self.offsets: Int64s = ends[layout.section_rows] * layout.entry_bytes
+        at = [
+            (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
+            for s in layout.sections
+        ]
+        self.addresses: Int64s = np.array(at, np.int64).reshape(-1, 1)
 
     def __len__(self) -> int:
-        return len(self._sections)
+        return len(self.addresses)
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        total = np.full(self.batch.batch_size, self.heads.shape[1], np.int64)
-        for section in self._sections:
-            total += np.diff(section.offsets)
-        return total
+        ends = self.offsets.sum(axis=0)
+        payload: Int64s = ends[1:] - ends[:-1] + self.heads.shape[1]
+        return payload
+
+    def fingerprint(self) -> int:
+        """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
+        checksum = zlib.crc32(self.heads.tobytes())
+        sizes = np.minimum(self.offsets[:, -1], _FINGERPRINT_BYTES)
+        for address, size in zip(self.addresses[:, 0].tolist(), sizes.tolist(), strict=True):
+            checksum = zlib.crc32(ctypes.string_at(address, size), checksum)
+        return checksum
+
+    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
+        starts = self.offsets[:, samples]
+        return starts + self.addresses, self.offsets[:, samples + 1] - starts
+
+    def head_ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Address and size of the heads of samples. Each of shape [len(samples)]."""
+        head_bytes = self.heads.shape[1]
+        return samples * head_bytes + self._heads_at, np.full(len(samples), head_bytes)
 
 
-def _rows(values: torch.Tensor, size: int) -> Bytes:
+def _offsets(lengths: Int64s) -> Int64s:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    lengths.cumsum(out=offsets[1:])
+    return offsets
+
+
+def _rows(values: torch.Tensor, column: ColumnSchema) -> Bytes:
     """A tensor's memory as rows of bytes."""
-    rows: Bytes = values.view(-1).view(torch.uint8).view(-1, size).numpy()
-    return rows
+    if column.numpy_dtype is None:
+        rows: Bytes = values.view(-1).view(torch.uint8).view(-1, column.row_bytes).numpy()
+        return rows
+    return values.numpy().reshape(-1).view(np.uint8).reshape(-1, column.row_bytes)
 
 
 def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) -> Int64s:
@@ -108,8 +118,8 @@ def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) ->
 
     A sum over samples does not tell how much padding the sections need, so each message has room for the most.
     """
-    padding = schema.layout.padding_bytes
-    return np.where(num_samples > 0, (payload_bytes + padding + 7) // 8 * 8, 0)
+    padded = (payload_bytes + (schema.layout.padding_bytes + 7)) // 8 * 8
+    return padded * (num_samples > 0)
 
 
 def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.Tensor:
@@ -124,82 +134,96 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     Returns:
         Shape [sizes.sum()], uint8.
     """
-    leaving = np.flatnonzero(owners != rank)
+    leaving = (owners != rank).nonzero()[0]
     if not len(leaving):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    leaving = leaving[np.argsort(owners[leaving], kind="stable")]
     to = owners[leaving]
-    first = np.flatnonzero(np.concatenate([[True], to[1:] != to[:-1]]))
-    counts = np.diff(first, append=len(to))
+    leaving = leaving[to.argsort(kind="stable")]
+    counts = np.bincount(to, minlength=len(sizes))
+    peers = counts.nonzero()[0]
+    counts = counts[peers]
+    first = counts.cumsum() - counts
     # A message is copied from one range for its heads, one a sample and one for padding a section, and one for slack.
-    ends = np.cumsum(1 + len(sections) * (counts + 1) + 1)
-    cursor = np.concatenate([[0], ends[:-1]])
-    addresses = np.full(int(ends[-1]), _ZEROS.data_ptr(), np.int64)
+    widths = counts + 1
+    ends = (widths * len(sections) + 2).cumsum()
+    start = ends - widths * len(sections) - 1  # behind the heads
+    addresses = np.full(int(ends[-1]), _ZEROS_AT, np.int64)
     lengths = np.zeros(int(ends[-1]), np.int64)
     heads = sections.heads[leaving]
-    addresses[cursor] = heads.ctypes.data + first * heads.shape[1]
-    lengths[cursor] = written = counts * heads.shape[1]
-    cursor += 1
-    place = np.arange(len(to)) - np.repeat(first, counts)  # of a sample in its message
-    for section in sections:
-        slots = np.repeat(cursor, counts) + place
-        addresses[slots], filled = section.ranges(leaving)
-        lengths[slots] = filled
-        total = np.add.reduceat(filled, first)
-        cursor += counts
-        lengths[cursor] = padding = -total % 8
-        cursor += 1
-        written = written + total + padding
-    lengths[cursor] = slack = sizes[to[first]] - written
+    addresses[start - 1] = first * heads.shape[1] + int(heads.ctypes.data)
+    written = counts * heads.shape[1]
+    lengths[start - 1] = written
+    section = np.arange(len(sections)).reshape(-1, 1)
+    slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + np.arange(len(leaving)))
+    addresses[slots], filled = sections.ranges(leaving)
+    lengths[slots] = filled
+    totals = np.add.reduceat(filled, first, axis=1)
+    padding = -totals % 8
+    lengths[section * widths + (start + counts)] = padding
+    slack = sizes[peers] - written - (totals + padding).sum(axis=0)
+    lengths[ends - 1] = slack
     assert slack.min() >= 0, "a message is larger than the protocol agreed"
     assert slack.max() <= len(_ZEROS), "a message has more slack than there are zeros"
-    kept = lengths > 0
-    return gather_ranges(addresses[kept], lengths[kept])
+    return gather_ranges(addresses, lengths)
 
 
 class Arrivals:
     """Reads what arrived from all sources at once, with the samples that stayed home in their place."""
 
     def __init__(self, received: torch.Tensor, sizes: Int64s, rank: int) -> None:
-        ends = np.cumsum(sizes)
-        self._received = received
-        self._cursor = received.data_ptr() + ends - sizes  # next unread byte from each source
-        self._end = received.data_ptr() + ends
+        self._room = sizes  # unread bytes from each source
+        self._cursor = sizes.cumsum() - sizes + (received.data_ptr() or _ZEROS_AT)
         self._rank = rank
 
-    def read(self, what: str, counts: Int64s, entry_bytes: int, home: tuple[Int64s, Int64s]) -> torch.Tensor:
-        """Take some entries from each source, and the home ranges as the part of this rank.
+    def read(
+        self, names: list[str], counts: Int64s, entry_bytes: Int64s, home: tuple[Int64s, Int64s]
+    ) -> tuple[Int64s, Int64s]:
+        """Take some sections from each source, with the home ranges as the part of this rank.
 
         Args:
-            what: Named in errors.
-            counts: Entries from each source; what it says of this rank is not used. Shape [world_size].
-            entry_bytes: Size of an entry.
-            home: Addresses and sizes of this rank's own.
+            names: Of the sections, for errors.
+            counts: Entries of each section from each source; what it says of this rank is not used. Shape
+                [sections, world_size].
+            entry_bytes: Size of an entry of each section. Shape [sections, 1].
+            home: Addresses and sizes of this rank's own. Each of shape [sections, n].
+
+        Returns:
+            Address and size of the bytes of each section. Each of shape [sections, ranges].
 
         Raises:
             ProtocolError: A message ends before.
         """
-        counts = counts.copy()
-        counts[self._rank] = 0
-        too_many = counts > np.maximum(self._end - self._cursor, 0) // max(entry_bytes, 1)
-        if entry_bytes and too_many.any():
-            source = int(np.flatnonzero(too_many)[0])
-            raise ProtocolError(f"stage III: {what} of rank {source} is longer than the message that holds it")
-        start, sizes = self._cursor.copy(), counts * entry_bytes
-        self._cursor += (sizes + 7) // 8 * 8
-        before, after = slice(None, self._rank), slice(self._rank + 1, None)
-        addresses = np.concatenate([start[before], home[0], start[after]])
-        lengths = np.concatenate([sizes[before], home[1], sizes[after]])
-        kept = lengths > 0
-        return gather_ranges(addresses[kept], lengths[kept])
+        rank = self._rank
+        # Never more than one over the room of any message, so that no sum overflows.
+        entries = np.minimum(counts, self._room // np.maximum(entry_bytes, 1) + 1)
+        entries[:, rank] = 0
+        sizes = entries * entry_bytes
+        padded = (sizes + 7) // 8 * 8
+        ends = padded.cumsum(axis=0)
+        before = ends - padded
+        over = before + sizes > self._room
+        if over.any():
+            section, source = (int(index[0]) for index in over.nonzero())
+            raise ProtocolError(
+                f"stage III: {names[section]} of rank {source} is longer than the message that holds it"
+            )
+        before += self._cursor
+        self._cursor = self._cursor + ends[-1]
+        self._room = self._room - ends[-1]
+        return (
+            np.concatenate([before[:, :rank], home[0], before[:, rank + 1 :]], axis=1),
+            np.concatenate([sizes[:, :rank], home[1], sizes[:, rank + 1 :]], axis=1),
+        )
 
 
-def _sums(name: str, lengths: torch.Tensor, counts: Int64s) -> Int64s:
-    """Sum of the lengths from each source, of which there are `counts`."""
-    values: Int64s = lengths.numpy()
-    if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > 2.0**62:
+def _checked(lengths: Int64s, columns: list[ColumnSchema]) -> None:
+    """Refuse lengths that are negative, or so large that their sums overflow. Shape [columns, n]."""
+    if not lengths.size:
+        return
+    if lengths.min() < 0 or lengths.max() > _MOST_ENTRIES // lengths.shape[1]:
+        wrong = (lengths < 0) | (lengths > _MOST_ENTRIES // lengths.shape[1])
+        name = columns[int(wrong.any(axis=1).argmax())].name
         raise ProtocolError(f"stage III: the lengths of column {name!r} in a message cannot be")
-    return np.diff(_offsets(values)[_offsets(counts)])
 
 
 def unpack(
@@ -230,29 +254,92 @@ def unpack(
     """
     layout, total = schema.layout, int(num_samples.sum())
     arrivals = Arrivals(received, sizes, rank)
-    own = sections.heads[staying]
-    home = np.array([own.ctypes.data]), np.array([own.nbytes])
-    heads = arrivals.read("the heads", num_samples, layout.head_bytes, home).view(total, layout.head_bytes)
-    levels: dict[str, tuple[torch.Tensor, ...]] = {}
-    values: dict[str, torch.Tensor] = {}
-    counts: dict[str, Int64s] = {}  # entries of each column's next section, from each source
-    for column, start, size in layout.heads:
-        part = heads[:, start : start + size].contiguous().view(-1)
-        if column.num_levels:
-            levels[column.name] = (part.view(torch.int64),)
-            counts[column.name] = _sums(column.name, levels[column.name][0], num_samples)
-        else:
-            values[column.name] = part.view(column.torch_dtype).view(total, *column.shape)
-    remaining = iter(sections)
-    for column in layout.nested:
-        home, name = next(remaining).ranges(staying), column.name
-        inner = arrivals.read(f"column {name!r}", counts[name], 8, home).view(torch.int64)
-        levels[name] = (*levels[name], inner)
-        counts[name] = _sums(name, inner, counts[name])
-    for column in layout.bodies:
-        home, name = next(remaining).ranges(staying), column.name
-        entries = counts.get(name, num_samples)
-        body = arrivals.read(f"column {name!r}", entries, column.row_bytes, home).view(column.torch_dtype)
-        values[name] = body.view(int(entries.sum()), *column.shape)
-    columns = {c.name: Column(values[c.name], levels.get(c.name, ())) for c in schema.columns}
-    return JaggedBatch.of_checked(columns, total)
+    home_at, home_bytes = sections.head_ranges(staying)
+    head_bytes = np.array([[layout.head_bytes]])
+    at, lengths = arrivals.read(["the heads"], num_samples[None], head_bytes, (home_at[None], home_bytes[None]))
+    words = gather_ranges(at[0], lengths[0], torch.int64).numpy().reshape(total, layout.head_bytes // 8)
+    outer = np.ascontiguousarray(words[:, layout.jagged_words].T)
+    _checked(outer, list(layout.jagged))
+    sums = np.empty((layout.num_rows, len(sizes)), np.int64)  # entries from each source
+    last = num_samples.cumsum()
+    sums[: len(outer)] = _sums(outer, last)
+    sums[-1] = num_samples
+    home = sections.ranges(staying)
+    levels: dict[str, tuple[torch.Tensor, ...]] = {
+        column.name: (torch.from_numpy(row),) for column, row in zip(layout.jagged, outer, strict=True)
+    }
+    num_inner = len(layout.nested)
+    if num_inner:
+        _unpack_inner(arrivals, layout, sums, (home[0][:num_inner], home[1][:num_inner]), levels)
+    columns = _unpack_heads(words, layout)
+    columns |= _unpack_bodies(arrivals, layout, sums, (home[0][num_inner:], home[1][num_inner:]), levels)
+    return JaggedBatch.of_checked({column.name: columns[column.name] for column in schema.columns}, total)
+
+
+def _sums(lengths: Int64s, last: Int64s) -> Int64s:
+    """Sums over consecutive groups that end before `last`. Shapes [columns, n], [groups] to [columns, groups]."""
+    ends = np.zeros((len(lengths), lengths.shape[1] + 1), np.int64)
+    lengths.cumsum(axis=1, out=ends[:, 1:])
+    upto = ends[:, last]
+    upto[:, 1:] -= upto[:, :-1].copy()
+    return upto
+
+
+def _unpack_inner(
+    arrivals: Arrivals,
+    layout: Layout,
+    sums: Int64s,
+    home: tuple[Int64s, Int64s],
+    levels: dict[str, tuple[torch.Tensor, ...]],
+) -> None:
+    """Add the inner lengths to the levels of nested columns, and their sums to the table."""
+    num_inner = len(layout.nested)
+    names = [f"column {column.name!r}" for column, _ in layout.nested]
+    counts = sums[layout.section_rows[:num_inner]]
+    at, sizes = arrivals.read(names, counts, layout.entry_bytes[:num_inner], home)
+    for k, (column, j) in enumerate(layout.nested):
+        lengths = gather_ranges(at[k], sizes[k], torch.int64)
+        inner = lengths.numpy()[None]
+        _checked(inner, [column])
+        sums[len(layout.jagged) + k] = _sums(inner, sums[j].cumsum())
+        levels[column.name] = (*levels[column.name], lengths)
+
+
+def _unpack_heads(words: Int64s, layout: Layout) -> dict[str, Column]:
+    """The narrow dense columns."""
+    heads = words.view(np.uint8).reshape(len(words), layout.head_bytes)
+    columns: dict[str, Column] = {}
+    for column, start in layout.narrow:
+        part = np.ascontiguousarray(heads[:, start : start + column.row_bytes]).reshape(-1)
+        columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(words)))
+    return columns
+
+
+def _as_values(flat: torch.Tensor, column: ColumnSchema, count: int) -> torch.Tensor:
+    """Give a flat buffer, of bytes or of the column's elements, the column's dtype and shape."""
+    if flat.dtype != column.torch_dtype:
+        flat = flat.view(column.torch_dtype)
+    return flat.view(count, *column.shape) if column.shape else flat
+
+
+def _unpack_bodies(
+    arrivals: Arrivals,
+    layout: Layout,
+    sums: Int64s,
+    home: tuple[Int64s, Int64s],
+    levels: dict[str, tuple[torch.Tensor, ...]],
+) -> dict[str, Column]:
+    """The columns that have a section for their values."""
+    num_inner = len(layout.nested)
+    bodies = layout.sections[num_inner:]
+    if not bodies:
+        return {}
+    counts = sums[layout.section_rows[num_inner:]]
+    names = [f"column {section.column.name!r}" for section in bodies]
+    at, sizes = arrivals.read(names, counts, layout.entry_bytes[num_inner:], home)
+    columns: dict[str, Column] = {}
+    for section, count, starts, lengths in zip(bodies, counts.sum(axis=1).tolist(), at, sizes, strict=True):
+        column = section.column
+        flat = gather_ranges(starts, lengths, column.torch_dtype)
+        columns[column.name] = Column(_as_values(flat, column, count), levels.get(column.name, ()))
+    return columns

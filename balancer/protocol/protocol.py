@@ -19,7 +19,7 @@ from ...transport import Pending, Transport, TransportError
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from ..plan import Partitioner, WorldSamples
 from ..report import Report, Traffic
-from .header import LocalStep, State, WorldStep, encode
+from .header import CANDIDATES, PAYLOAD, UIH, LocalStep, State, WorldStep, encode
 from .history import History
 from .schema import Schema, describe_difference
 from .selection import Selection
@@ -114,7 +114,7 @@ class Protocol:
 
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
         said = LocalStep(self.step, self.epoch, local.state, capacity, text=local.text)
-        said.options_digest = self._selection.digest()
+        said.options_digest = self._selection.digest
         said.seconds_step, said.seconds = self._measured()
         if local.schema is not None:
             said.batch_size = len(local.samples)
@@ -181,6 +181,8 @@ class Protocol:
 
     def _check_agreement(self, world: WorldStep) -> None:
         """Raise, on every rank, when ranks are at different steps or were given different options."""
+        if world.agrees():
+            return
         if (pair := world.first_difference("step")) is not None:
             a, b = pair
             raise ProtocolError(
@@ -228,6 +230,8 @@ class Protocol:
 
     def _end(self, world: WorldStep) -> Outcome | None:
         """The end of the data, if this is it; raises if a rank failed."""
+        if world.all_have_batches:
+            return None
         if (rank := world.first(State.FAILED)) is not None:
             raise PeerFailed(rank, self.step, world.text(rank))
         if (rank := world.first(State.CLOSING)) is not None:
@@ -246,12 +250,9 @@ class Protocol:
         if local.sections is not None and local.has_samples:
             ours = local.sections.batch[name].levels[1]
         if name != self._selection.candidate_column(self.schema):
-            sizes = (yield from self._gather_sizes(len(ours))).tolist()
+            sizes = yield from self._gather_sizes(len(ours))
         else:
-            ranks = np.repeat(np.arange(world.world_size), world.batch_size)
-            sizes = (
-                np.bincount(ranks, weights=world.samples[:, 1], minlength=world.world_size).astype(np.int64).tolist()
-            )
+            sizes = np.bincount(world.origin, world.samples[:, CANDIDATES], world.world_size).astype(np.int64)
         work = self.transport.all_gather(ours, sizes)
         yield Posted("gather_candidates", work)
         return self._wait(work, "stage II (gather candidate lengths)")
@@ -270,10 +271,14 @@ class Protocol:
             self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
+        somebody_measures = bool((world.seconds_step >= 0).any())
+        # What the partitioner is given it may write into, so what is remembered is a copy.
+        known = self._world_samples(candidate_lengths.clone(), world) if somebody_measures else None
         shuffle = Shuffle(
             self.transport,
             self.schema,
             local.sections if local.has_samples else None,
+            world,
             lambda: self._world_samples(candidate_lengths, world),
             self._receive_buffer,
         )
@@ -287,30 +292,31 @@ class Protocol:
         step, self.step = self.step, self.step + 1
         columns = shuffle.finish(received)
         clock.lap("shuffle")
-        if (world.seconds_step >= 0).any():  # somebody measures
-            self._history.add(step, shuffle.samples, shuffle.owners)
-        items = dict(zip((c.name for c in self.schema.columns), world.items.sum(0).tolist(), strict=True))
-        traffic = Traffic.of(shuffle.samples, shuffle.owners)
+        if known is not None:
+            self._history.add(step, known, shuffle.owners)
+        items = dict(zip(self.schema.names, world.items.sum(axis=0).tolist(), strict=True))
+        told = world.samples
+        traffic = Traffic.of(world.world_size, world.origin, shuffle.owners, told[:, UIH], told[:, PAYLOAD])
         size, rank = self.transport.world_size, self.transport.rank
         report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
         return Outcome(columns, report)
 
     def _world_samples(self, candidate_lengths: Tensor, world: WorldStep) -> WorldSamples:
         assert self.schema is not None
-        columns = torch.from_numpy(np.ascontiguousarray(world.samples.T))
-        origin = np.repeat(np.arange(world.world_size), world.batch_size)
+        columns = np.array(world.samples.T, order="C")  # always a copy
+        uih, candidates, payload = (torch.from_numpy(column) for column in columns[:3])
         seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
         return WorldSamples(
             world_size=world.world_size,
-            rank=torch.from_numpy(origin),
-            uih_lengths=columns[0],
-            num_candidates=columns[1],
+            rank=torch.from_numpy(world.origin.copy()),
+            uih_lengths=uih,
+            num_candidates=candidates,
             candidate_lengths=candidate_lengths,
-            payload_bytes=columns[2],
+            payload_bytes=payload,
             seconds=seconds,
             seconds_step=seconds_step,
             measured=measured,
-            gathered=self._selection.gathered(columns[3:], self.schema),
+            gathered=self._selection.gathered(torch.from_numpy(columns[3:]), self.schema) if len(columns) > 3 else {},
         )
 
     def _agree(self, shuffle: Shuffle) -> Generator[Posted, None, None]:
@@ -318,13 +324,13 @@ class Protocol:
         work = self.transport.all_gather(shuffle.prepare(self.partitioner))
         yield Posted("plan", work)
         notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
-        if (failed := np.flatnonzero(notes[:, 0])).size:
+        if (failed := notes[:, 0].nonzero()[0]).size:
             rank = int(failed[0])
             said = notes[rank, 3:].tobytes()[: int(notes[rank, 2])].decode("utf-8", "replace")
             what = "partitioner" if notes[rank, 0] == PARTITIONER_FAILED else "packing"
             raise PeerFailed(rank, self.step, f"{what}: {said}") from shuffle.error
-        digests, counts = np.unique(notes[:, 1], return_counts=True)
-        if len(digests) > 1:
+        if (notes[:, 1] != notes[0, 1]).any():
+            digests, counts = np.unique(notes[:, 1], return_counts=True)
             odd = np.flatnonzero(notes[:, 1] != digests[counts.argmax()])
             raise PlanMismatch(
                 f"step {self.step}: the partitioner gave another plan on ranks {odd.tolist()} than on the others; "

@@ -6,11 +6,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
+
+Int64s = NDArray[np.int64]
 
 MAX_SCHEMA_BYTES = 1 << 24
 _NARROW_BYTES = 256  # a dense value up to this size goes into the head: a range of its own would cost more
@@ -41,28 +46,104 @@ class ColumnSchema:
             size *= n
         return size
 
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any] | None:
+        """The element type as NumPy knows it; None for those that only torch has."""
+        try:
+            return np.dtype(self.dtype)
+        except TypeError:
+            return None
+
     def __str__(self) -> str:
         kind = ("dense", "jagged", "nested jagged")[self.num_levels]
         return f"{kind} {self.dtype}{list(self.shape) or ''}"
 
 
 @dataclass(frozen=True)
+class Section:
+    """Bytes of a message that a sample has more or less of.
+
+    Attributes:
+        column: Whose they are.
+        is_inner: Whether they are its inner lengths; else its values.
+        entry_bytes: Size of a length, or of a value.
+    """
+
+    column: ColumnSchema
+    is_inner: bool
+    entry_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What a message consists of, from the columns alone.
 
+    How many entries samples have is counted in a table with a row for each jagged column (its outer lengths), one for
+    each nested column (its inner lengths, added up), and one of ones (dense columns).
+
     Attributes:
-        heads: Columns that have a part in the head, with its first byte and its size.
         head_bytes: Size of a head, a multiple of 8.
-        nested: Columns with inner lengths.
-        bodies: Columns with values outside the head.
+        jagged: Columns with lengths. The outer one is a word of the head.
+        jagged_words: Which word. Shape [len(jagged)], int64.
+        narrow: Dense columns in the head, with their first byte.
+        nested: Columns with inner lengths, each with its number among the jagged ones.
+        sections: What follows the heads: inner lengths first, then values.
+        section_rows: Row of the table that counts the entries of each section. Shape [len(sections)], int64.
+        entry_bytes: Size of an entry of each section. Shape [len(sections), 1], int64.
+        column_rows: Row of the table that counts the values of each column of the schema, int64.
         padding_bytes: The most padding that the sections of a message can need.
     """
 
-    heads: tuple[tuple[ColumnSchema, int, int], ...]
     head_bytes: int
-    nested: tuple[ColumnSchema, ...]
-    bodies: tuple[ColumnSchema, ...]
+    jagged: tuple[ColumnSchema, ...]
+    jagged_words: Int64s
+    narrow: tuple[tuple[ColumnSchema, int], ...]
+    nested: tuple[tuple[ColumnSchema, int], ...]
+    sections: tuple[Section, ...]
+    section_rows: Int64s
+    entry_bytes: Int64s
+    column_rows: Int64s
     padding_bytes: int
+
+    @classmethod
+    def of(cls, columns: tuple[ColumnSchema, ...]) -> Layout:
+        """Lay out the heads, then the sections."""
+        words: list[int] = []
+        narrow: list[tuple[ColumnSchema, int]] = []
+        end = 0
+        for column in columns:
+            if column.num_levels:
+                words.append(end // 8)
+                end += 8
+            elif column.row_bytes <= _NARROW_BYTES:
+                narrow.append((column, end))
+                end += (column.row_bytes + 7) // 8 * 8
+        jagged = tuple(column for column in columns if column.num_levels)
+        nested = tuple((column, j) for j, column in enumerate(jagged) if column.num_levels == 2)
+        rows = {column.name: j for j, column in enumerate(jagged)}
+        inner_rows = {column.name: len(jagged) + k for k, (column, _) in enumerate(nested)}
+        value_rows = [(rows | inner_rows).get(column.name, len(jagged) + len(nested)) for column in columns]
+        in_head = {column.name for column, _ in narrow}
+        bodies = [(c, row) for c, row in zip(columns, value_rows, strict=True) if c.name not in in_head]
+        sections = [Section(column, True, 8) for column, _ in nested]
+        sections += [Section(column, False, column.row_bytes) for column, _ in bodies]
+        return cls(
+            end,
+            jagged,
+            np.array(words, np.int64),
+            tuple(narrow),
+            nested,
+            tuple(sections),
+            np.array([*(j for _, j in nested), *(row for _, row in bodies)], np.int64),
+            np.array([[section.entry_bytes] for section in sections], np.int64).reshape(-1, 1),
+            np.array(value_rows, np.int64),
+            8 * sum(section.entry_bytes % 8 != 0 for section in sections),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table of entries."""
+        return len(self.jagged) + len(self.nested) + 1
 
 
 @dataclass(frozen=True)
@@ -89,22 +170,14 @@ class Schema:
         return cls(tuple(columns), type_description)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Column names, in order."""
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
     def layout(self) -> Layout:
         """How the bytes of samples with these columns lie in a message."""
-        heads: list[tuple[ColumnSchema, int, int]] = []
-        bodies: list[ColumnSchema] = []
-        end = 0
-        for column in self.columns:
-            narrow = not column.num_levels and column.row_bytes <= _NARROW_BYTES
-            if column.num_levels or narrow:
-                size = 8 if column.num_levels else column.row_bytes
-                heads.append((column, end, size))
-                end += (size + 7) // 8 * 8
-            if not narrow:
-                bodies.append(column)
-        nested = tuple(column for column in self.columns if column.num_levels == 2)
-        padding = 8 * sum(column.row_bytes % 8 != 0 for column in bodies)
-        return Layout(tuple(heads), end, nested, tuple(bodies), padding)
+        return Layout.of(self.columns)
 
     @cached_property
     def digest(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Selection:
     gather: tuple[str, ...] = ()
     drop_small: bool = False
 
+    @cached_property
     def digest(self) -> int:
         """A number that differs when selections differ. Fits int64."""
         text = repr((self.lengths, self.candidates, self.gather, self.drop_small)).encode()
@@ -68,28 +70,34 @@ class Selection:
         """The column whose lengths are the number of candidates."""
         if self.candidates is not None:
             return self.candidates
-        return next((c.name for c in schema.columns if c.num_levels == 2), None)
+        nested = schema.layout.nested
+        return nested[0][0].name if nested else None
 
     def nested_column(self, schema: Schema) -> str | None:
         """The column that stage II tells of: the candidates' own if it is nested, else the first nested one."""
-        nested = [c.name for c in schema.columns if c.num_levels == 2]
+        nested = [column.name for column, _ in schema.layout.nested]
         name = self.candidate_column(schema)
         return name if name in nested else next(iter(nested), None)
 
     def sample_words(self, batch: JaggedBatch, schema: Schema, payload: Int64s, uih_lengths: Int64s | None) -> Int64s:
         """UIH length, candidates, payload and gathered columns of a batch. Shape [batch_size, 3 + len(gather)]."""
-        uih = np.zeros(batch.batch_size, np.int64) if uih_lengths is None else uih_lengths
-        if uih_lengths is None:
+        words = np.zeros((batch.batch_size, 3 + len(self.gather)), np.int64)
+        uih, candidates = words[:, 0], words[:, 1]
+        if uih_lengths is not None:
+            uih[:] = uih_lengths
+        else:
             for name in self.lengths:
-                uih = uih + _lengths_of(batch, name)
-        candidates = np.zeros(batch.batch_size, np.int64)
+                uih += _lengths_of(batch, name)
         if (name_or_none := self.candidate_column(schema)) is not None:
-            candidates = _lengths_of(batch, name_or_none)
-        for argument, lengths in (("lengths", uih), ("candidates", candidates)):
-            if lengths.min(initial=0) < 0:
-                raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")
-        gathered = [_as_words(batch[name].values) for name in self.gather]
-        return np.stack([uih, candidates, payload, *gathered], axis=1)
+            candidates[:] = _lengths_of(batch, name_or_none)
+        if words.min(initial=0) < 0:
+            for argument, lengths in (("lengths", uih), ("candidates", candidates)):
+                if lengths.min() < 0:
+                    raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")
+        words[:, 2] = payload
+        for place, name in enumerate(self.gather):
+            words[:, 3 + place] = _as_words(batch[name].values)
+        return words
 
     def gathered(self, words: Tensor, schema: Schema) -> dict[str, Tensor]:
         """The gathered columns of the whole world, from their words. Shape of `words`: [len(gather), N]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ...transport import Pending, Transport
 from ..batches.batch import JaggedBatch
 from ..errors import describe
 from ..plan import Partitioner, WorldSamples, validate_plan
-from .header import TEXT_BYTES, cut_text
+from .header import PAYLOAD, TEXT_BYTES, WorldStep, cut_text
 from .payload import Sections, message_bytes, pack, unpack
 from .schema import Schema
 
@@ -31,7 +32,8 @@ class Shuffle:
         transport: Moves the messages.
         schema: The columns.
         sections: The bytes of the local batch; None without one.
-        samples: Works out what every rank knows about the global batch.
+        world: What all ranks said in stage I.
+        samples: Works out what the partitioner is told, and what it may do with as it likes.
         buffer: Reused for what arrives, and replaced when it is too small. uint8.
     """
 
@@ -40,11 +42,13 @@ class Shuffle:
         transport: Transport,
         schema: Schema,
         sections: Sections | None,
+        world: WorldStep,
         samples: Callable[[], WorldSamples],
         buffer: Tensor,
     ) -> None:
         self._transport = transport
         self._schema = schema
+        self._world = world
         self._work_out_samples = samples
         self._local = sections
         self.buffer = buffer
@@ -57,53 +61,57 @@ class Shuffle:
         Returns:
             This rank's note to all: status, digest of the plan, error text. Shape [NOTE_WORDS], int64.
         """
-        status, text = PREPARING_FAILED, ""
+        note = np.zeros(NOTE_WORDS, np.int64)
+        status = PREPARING_FAILED
         try:
-            self.samples = self._work_out_samples()
-            local = self._local
+            samples, local = self._work_out_samples(), self._local
             self._sections = Sections(self._schema.empty_batch(), self._schema) if local is None else local
             status = PARTITIONER_FAILED
-            # Copies both ways: a partitioner may write into its argument, or keep what it returns.
-            self.owners = validate_plan(partitioner(self.samples.clone()), self.samples).numpy().copy()
+            # A copy: a partitioner may keep what it returns.
+            self.owners = validate_plan(partitioner(samples), samples).numpy().copy()
             status = PREPARING_FAILED
             self._size_and_pack()
             status = PLANNED
         except BaseException as error:
             self.error = error
-            text = describe(error)
-        encoded = cut_text(text)
-        note = np.zeros(NOTE_WORDS, np.int64)
-        note[:3] = status, self._digest(), len(encoded)
-        note[3:].view(np.uint8)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+            encoded = cut_text(describe(error))
+            note[2] = len(encoded)
+            note[3:].view(np.uint8)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        note[0], note[1] = status, self._digest()
         return torch.from_numpy(note)
 
     def _digest(self) -> int:
-        plan = np.ascontiguousarray(self.owners).tobytes()
-        return int.from_bytes(hashlib.sha256(plan).digest()[:8], "little", signed=True)
+        return int.from_bytes(hashlib.sha256(self.owners.tobytes()).digest()[:8], "little", signed=True)
 
     def _size_and_pack(self) -> None:
-        rank, size = self._transport.rank, self._transport.world_size
-        origin = self.samples.rank.numpy()
-        here, mine = origin == rank, self.owners == rank
-        self._sent = self._message_sizes(self.owners, here & ~mine, size)
-        self._received = self._message_sizes(origin, mine & ~here, size)
-        self._num_received = np.bincount(origin[mine], minlength=size)
-        self._staying = np.flatnonzero(self.owners[here] == rank)
+        world, rank, size = self._world, self._transport.rank, self._transport.world_size
+        last = int(world.ends[rank])
+        first = last - int(world.batch_size[rank])
+        mine, payload = self.owners[first:last], world.samples[:, PAYLOAD]
+        coming = (self.owners == rank).nonzero()[0]
+        sources = world.origin[coming]
+        self._staying = (mine == rank).nonzero()[0]
+        num_sent = np.bincount(mine, minlength=size)
+        self._num_received = np.bincount(sources, minlength=size)
+        self._sent = self._message_sizes(np.bincount(mine, weights=payload[first:last], minlength=size), num_sent, rank)
+        self._received = self._message_sizes(
+            np.bincount(sources, weights=payload[coming], minlength=size), self._num_received, rank
+        )
         needed = int(self._received.sum())
-        if len(self.buffer) < needed:
+        if self.buffer.shape[0] < needed:
             self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8, device="cpu")
-        self._packed = pack(self._sections, self.owners[here], rank, self._sent)
+        self._packed = pack(self._sections, mine, rank, self._sent)
 
-    def _message_sizes(self, peers: Int64s, moving: NDArray[np.bool_], size: int) -> Int64s:
-        """Bytes of the message to or from each rank."""
-        payload = self.samples.payload_bytes.numpy()[moving]
-        total = np.bincount(peers[moving], weights=payload, minlength=size).astype(np.int64)
-        return message_bytes(self._schema, total, np.bincount(peers[moving], minlength=size))
+    def _message_sizes(self, payload: NDArray[Any], num_samples: Int64s, rank: int) -> Int64s:
+        """Bytes of the message to or from each rank; none for this one."""
+        sizes = message_bytes(self._schema, payload.astype(np.int64), num_samples)
+        sizes[rank] = 0
+        return sizes
 
     def post(self) -> Pending:
         """Put the messages on their way."""
         received = self.buffer[: int(self._received.sum())]
-        return self._transport.all_to_all(self._packed, self._sent.tolist(), self._received.tolist(), out=received)
+        return self._transport.all_to_all(self._packed, self._sent, self._received, out=received)
 
     def finish(self, received: Tensor) -> JaggedBatch:
         """Put what arrived and what stayed home together."""
