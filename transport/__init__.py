@@ -2,11 +2,13 @@
 
 from .base import Pending, Transport
 from .connect import connect, local_group
+from .copy_options import CopyOptions
 from .errors import SizeMismatch, TransportClosed, TransportError, TransportTimeout, Unavailable
 from .verbs import ChunkEvent, RdmaOptions, draw_trace
 
 __all__ = [
     "ChunkEvent",
+    "CopyOptions",
     "Pending",
     "RdmaOptions",
     "SizeMismatch",

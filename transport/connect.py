@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import ProcessGroup
 
+    from .copy_options import CopyOptions
     from .verbs import RdmaOptions
 
-_BACKENDS = ("local", "process_group", "mpi", "verbs")
+_BACKENDS = ("local", "process_group", "mpi", "verbs", "copy_engine")
 
 
 def connect(
@@ -25,20 +26,23 @@ def connect(
     communicator: MPI.Intracomm | None = None,
     through: Transport | None = None,
     rdma: RdmaOptions | None = None,
+    copies: CopyOptions | None = None,
 ) -> Transport:
     """Join the other ranks. Collective: all ranks call it with the same backend and options.
 
     Args:
         backend: "local" (this process alone; `local_group` makes more ranks), "process_group" (torchrun: gloo, and NCCL
-            for CUDA tensors), "mpi" (mpiexec) or "verbs" (RDMA, between the ranks of another transport).
+            for CUDA tensors), "mpi" (mpiexec), "verbs" (RDMA, between the ranks of another transport) or "copy_engine"
+            (as another transport of one host, but CUDA tensors travel by copies between the GPUs).
         timeout_s: Deadline of every wait, in seconds. A peer that is later than this is an error.
         check_sizes: Whether ranks compare sizes before they move data; see `Transport`. "local" always does, and so
             does "process_group" for host tensors.
         group: The ranks, for "process_group"; None means all of them.
         communicator: The ranks, for "mpi"; None means COMM_WORLD.
-        through: The ranks, for "verbs": a transport that connects them already, over which they tell each other their
-            addresses. It stays the caller's.
+        through: The ranks, for "verbs" and "copy_engine": a transport that connects them already, over which they tell
+            each other their addresses, and which carries the host tensors of "copy_engine". It stays the caller's.
         rdma: How "verbs" uses the RDMA device; None means `RdmaOptions()`.
+        copies: How "copy_engine" copies; None means `CopyOptions()`.
 
     Returns:
         A transport that shares no traffic with the group or communicator it was made from.
@@ -62,8 +66,7 @@ def connect(
         raise ValueError(f"group belongs to backend 'process_group', not to {backend!r}")
     if communicator is not None and backend != "mpi":
         raise ValueError(f"communicator belongs to backend 'mpi', not to {backend!r}")
-    if backend != "verbs" and (through is not None or rdma is not None):
-        raise ValueError(f"through and rdma belong to backend 'verbs', not to {backend!r}")
+    _check_options(backend, through, rdma, copies)
     if backend == "process_group":
         from .process_group import connect_process_group
 
@@ -79,7 +82,25 @@ def connect(
         if through is None:
             raise ValueError("through must be a transport that connects the ranks, such as connect('mpi'), got None")
         return connect_verbs(through, RdmaOptions() if rdma is None else rdma, timeout_s, check_sizes)
+    if backend == "copy_engine":
+        from .copy_engine import connect_copy_engine
+        from .copy_options import CopyOptions
+
+        if through is None:
+            raise ValueError("through must be a transport that connects the ranks, such as connect('mpi'), got None")
+        return connect_copy_engine(through, CopyOptions() if copies is None else copies, timeout_s, check_sizes)
     return local_group(1, timeout_s=timeout_s)[0]
+
+
+def _check_options(
+    backend: str, through: Transport | None, rdma: RdmaOptions | None, copies: CopyOptions | None
+) -> None:
+    if backend not in ("verbs", "copy_engine") and through is not None:
+        raise ValueError(f"through belongs to backends 'verbs' and 'copy_engine', not to {backend!r}")
+    if backend != "verbs" and rdma is not None:
+        raise ValueError(f"rdma belongs to backend 'verbs', not to {backend!r}")
+    if backend != "copy_engine" and copies is not None:
+        raise ValueError(f"copies belongs to backend 'copy_engine', not to {backend!r}")
 
 
 def local_group(world_size: int, *, timeout_s: float = 600.0) -> list[Transport]:

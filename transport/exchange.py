@@ -33,7 +33,7 @@ class Chunks(Protocol):
 
 @dataclass(eq=False)
 class Exchange:
-    """One operation of one rank, in bytes. This rank's own piece is in place already: its byte counts are zero.
+    """One operation of one rank, in bytes. This rank's own byte counts are zero: in host memory its piece is in place.
 
     Attributes:
         operation: What the caller asked for.
@@ -81,6 +81,11 @@ class Exchange:
         """Where the bytes of a peer arrive. Shape [received_bytes[peer]], uint8."""
         return self.target.narrow(0, int(self.received_at[peer]), int(self.received_bytes[peer]))
 
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """What this rank keeps, and where it belongs; on a GPU it is the engine that copies. Both [kept_bytes]."""
+        source, target = int(self.sent_at[self.rank]), int(self.received_at[self.rank])
+        return self.source.narrow(0, source, self.kept_bytes), self.target.narrow(0, target, self.kept_bytes)
+
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""
         self.sent_bytes[peer] = self.received_bytes[peer] = 0
@@ -102,7 +107,7 @@ def plan_all_gather(
         TypeError: `block` or `out` is no tensor.
     """
     _check_rows("block", block, devices)
-    rows = len(block)
+    rows = block.shape[0]
     sent = np.full(world_size, rows)
     received = sent if sizes is None else _read_splits("sizes", sizes, world_size)
     if received[rank] != rows:
@@ -128,7 +133,7 @@ def plan_all_to_all(
     _check_rows("rows", rows, devices)
     sent = _read_splits("sent_splits", sent_splits, world_size)
     received = _read_splits("received_splits", received_splits, world_size)
-    if int(sent.sum()) != len(rows):
+    if int(sent.sum()) != rows.shape[0]:
         raise ValueError(f"sent_splits must add up to the {len(rows)} rows given, got {int(sent.sum())}")
     if sent[rank] != received[rank]:
         raise ValueError(
@@ -179,8 +184,9 @@ def _lay_out(
     received: NDArray[np.int64],
     out: Tensor | None,
 ) -> Exchange:
-    rows = rows.detach().resolve_conj().resolve_neg().contiguous()
-    received_at = np.cumsum(received)
+    if rows.requires_grad or rows.is_conj() or rows.is_neg() or not rows.is_contiguous():
+        rows = rows.detach().resolve_conj().resolve_neg().contiguous()
+    received_at = received.cumsum()
     shape = (int(received_at[-1]), *rows.shape[1:])
     received_at -= received
     out = (
@@ -194,21 +200,29 @@ def _lay_out(
         row_bytes=row_bytes,
         sent_rows=sent,
         received_rows=received,
-        source=rows.reshape(-1).view(torch.uint8),
+        source=_bytes_of(rows),
         sent_bytes=sent * row_bytes,
-        sent_at=np.zeros_like(sent) if gathers else (np.cumsum(sent) - sent) * row_bytes,
-        target=out.view(-1).view(torch.uint8),
+        sent_at=np.zeros_like(sent) if gathers else (sent.cumsum() - sent) * row_bytes,
+        target=_bytes_of(out),
         received_bytes=received * row_bytes,
         received_at=received_at * row_bytes,
         out=out,
         kept_bytes=int(sent[rank]) * row_bytes,
     )
-    if exchange.kept_bytes:
-        exchange.incoming(rank).copy_(exchange.outgoing(rank))
-    exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
     if rows.is_cuda:
         exchange.ready = torch.cuda.current_stream(rows.device).record_event()
+    elif exchange.kept_bytes:
+        # By NumPy, which does not let go of the interpreter for as little as this often is.
+        start, at, size = int(exchange.sent_at[rank]), int(exchange.received_at[rank]), exchange.kept_bytes
+        exchange.target.numpy()[at : at + size] = exchange.source.numpy()[start : start + size]
+    exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
     return exchange
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes. Each view that is not needed is a switch between threads less."""
+    flat = rows if rows.dim() == 1 else rows.view(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> Tensor:
@@ -224,4 +238,4 @@ def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> 
     first, last = out.data_ptr(), out.data_ptr() + out.nbytes
     if max(first, rows.data_ptr()) < min(last, rows.data_ptr() + rows.nbytes):
         raise ValueError(f"out must not share memory with {name}")
-    return out.detach()
+    return out.detach() if out.requires_grad else out

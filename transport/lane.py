@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from types import TracebackType
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from .exchange import Exchange, Splits, plan_all_gather, plan_all_to_all
 from .wire import Ticket, Wire
 
 NAME_BYTES = 64
+_NO_RECORDS = np.empty((0, 5), dtype=np.int64)
 _SLICE_S = 0.25  # how often a waiting thread looks whether its channel was closed, or Ctrl-C pressed
 
 
@@ -88,6 +89,11 @@ class HostTransport(Transport):
         if self._parent is not None:
             self._parent._channels.discard(self)
 
+    def use_wire(self, make: Callable[[Wire], Wire]) -> None:
+        """Put another wire around, or in the place of, the one of this channel, before it has carried anything."""
+        assert not self._under_way, "nothing is under way on a new channel"
+        self._wire = make(self._wire)
+
     def _begin(self, exchange: Exchange) -> HostPending:
         pending = HostPending(self, exchange, self._sequence)
         self._sequence += 1
@@ -101,7 +107,7 @@ class HostTransport(Transport):
 
     def _advance(self) -> None:
         """Advance what is under way. Data is posted in the order of the calls, so on every rank alike."""
-        for pending in list(self._under_way):
+        for pending in tuple(self._under_way):
             if self._closed is not None or not pending._advance():
                 break
         if self._closed is not None:
@@ -135,12 +141,14 @@ class HostPending(Pending):
         self._mismatch: TransportError | None = None
         self._sizes: Ticket | None = None
         self._data: Ticket | None = None
-        self._mine = self._theirs = np.empty((0, 5), dtype=np.int64)
-        with _Blame(self):
-            on_device = exchange.ready is not None
-            checks = lane._checks_device_sizes if on_device else lane.check_sizes
-            if checks and (on_device or lane._wire.size_check != "in the backend"):
+        self._mine = self._theirs = _NO_RECORDS
+        on_device = exchange.ready is not None
+        checks = lane._checks_device_sizes if on_device else lane.check_sizes
+        if checks and (on_device or lane._wire.size_check != "in the backend"):
+            try:
                 self._exchange_sizes()
+            except TransportError as error:
+                self._break(error)
 
     def test(self) -> bool:
         """See `Pending.test`."""
@@ -178,14 +186,16 @@ class HostPending(Pending):
                 self._give_up()
                 return
             first = next(p for p in lane._under_way if p is self or not (p.finished or p._data))
-            with _Blame(first):
+            try:
                 first._ticket().block(min(seconds, _SLICE_S))
+            except TransportError as error:
+                first._break(error)
 
     def _advance(self) -> bool:
         """Go as far as possible without blocking; true when the data is posted, so that the next one may follow."""
         if self.finished:
             return True
-        with _Blame(self):
+        try:
             if self._data is None:
                 if self._sizes is not None:
                     if not self._sizes.poll():
@@ -196,6 +206,8 @@ class HostPending(Pending):
                 self._finish(None)
                 if self._mismatch is not None:
                     raise self._mismatch
+        except TransportError as error:
+            self._break(error)
         return self.finished or self._data is not None
 
     def _exchange_sizes(self) -> None:
@@ -216,6 +228,13 @@ class HostPending(Pending):
         self.finished, self._error = True, error
         self._sizes = self._data = None  # they hold what the backend needs, which is given back on closing
 
+    def _break(self, error: TransportError) -> None:
+        """Turn what a backend raised into a failure of this exchange and its lane, named after them."""
+        named = type(error)(f"{self._call()}: {error}")
+        named.__cause__ = error.__cause__
+        self._finish(named)
+        self._lane._fail(named)
+
     def _give_up(self) -> None:
         lane = self._lane
         stage = "agreeing on sizes" if self._data is None else "moving data"
@@ -233,34 +252,13 @@ class HostPending(Pending):
         return f"{self._exchange.operation} #{self._sequence} on channel '{self._lane.name}'"
 
 
-class _Blame:
-    """Turns what a backend raises into a failure of the exchange and its lane, named after them."""
-
-    def __init__(self, pending: HostPending) -> None:
-        self._pending = pending
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, TransportError):
-            return False
-        named = type(error)(f"{self._pending._call()}: {error}")
-        named.__cause__ = error.__cause__
-        self._pending._finish(named)
-        self._pending._lane._fail(named)
-        return True
-
-
 class _Turn:
     """Lets one thread at a time use a channel, and names the channel when two try."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
-        self._holder, self._pid = "", os.getpid()
+        self._holder, self._pid = threading.current_thread(), os.getpid()
 
     def is_forked_child(self) -> bool:
         return os.getpid() != self._pid
@@ -272,10 +270,10 @@ class _Turn:
             )
         if not self.lock.acquire(timeout=0.05):  # whoever closes the channel has it for a moment
             raise TransportError(
-                f"channel '{self._name}' is in use by thread '{self._holder}' and cannot be used by thread "
+                f"channel '{self._name}' is in use by thread '{self._holder.name}' and cannot be used by thread "
                 f"'{threading.current_thread().name}' at the same time: give each thread a channel() of its own"
             )
-        self._holder = threading.current_thread().name
+        self._holder = threading.current_thread()
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .device_wire import Enqueued
+from .device_wire import Enqueued, Meet
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange
 from .watch import watch
@@ -51,14 +51,16 @@ class NcclEngine:
         self._failure: TransportError | None = None
         self._released = False
 
-    def begin(self, exchange: Exchange, sequence: int) -> Enqueued:
+    def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
+        del meet  # NCCL has its own way
         self._raise_failure()
         if self._released:
             raise TransportClosed("another thread closed the channel")
         group = self._group = self._group or self._meet()
         nothing = exchange.source.narrow(0, 0, 0)
         sources, targets = [nothing] * self._world_size, [nothing] * self._world_size
+        sources[self._rank], targets[self._rank] = exchange.kept()
         for peer in range(self._world_size):
             if exchange.sent_bytes[peer]:
                 sources[peer] = exchange.outgoing(peer)

@@ -70,7 +70,8 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     wire: Wire = GlooWire(place, timeout_s)
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
-        wire = DeviceWire(wire, NcclEngine(nccl_store, rank, len(members), timeout_s))
+        engine = NcclEngine(nccl_store, rank, len(members), timeout_s)
+        wire = DeviceWire(wire, engine, rank, len(members), timeout_s)
     return open_lane(wire, "main", rank, len(members), timeout_s, True, check_sizes)
 
 

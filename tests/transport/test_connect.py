@@ -13,9 +13,9 @@ import torch
 from freescale.transport import Unavailable, connect, local_group
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "nccl"}, "backend must be one of local, process_group, mpi, verbs, got 'nccl'"),
+    ({"backend": "nccl"}, "backend must be one of local, process_group, mpi, verbs, copy_engine, got 'nccl'"),
     ({"backend": "verbs"}, r"through must be a transport that connects the ranks, such as connect\('mpi'\), got None"),
-    ({"backend": "mpi", "through": object()}, "through and rdma belong to backend 'verbs', not to 'mpi'"),
+    ({"backend": "mpi", "through": object()}, "through belongs to backends 'verbs' and 'copy_engine', not to 'mpi'"),
     ({"backend": "local", "group": object()}, "group belongs to backend 'process_group', not to 'local'"),
     ({"backend": "mpi", "group": object()}, "group belongs to backend 'process_group'"),
     ({"backend": "process_group", "communicator": object()}, "communicator belongs to backend 'mpi'"),

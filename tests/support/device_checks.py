@@ -1,0 +1,269 @@
+"""What engines for CUDA tensors promise beyond the contract.
+
+As a script: `python device_checks.py HOST ENGINE CHECK…` runs checks on the ranks it was started on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor
+
+from freescale.transport import Pending, Transport, TransportError, TransportTimeout
+from freescale.transport.lane import HostTransport
+
+from device_contract import connect_device
+
+MIB = 1 << 20
+# Occupies every multiprocessor to the last thread, for so long.
+_SPIN = """
+extern "C" __global__ void __launch_bounds__(1024) spin(long long nanoseconds) {
+    long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < nanoseconds);
+}
+"""
+
+
+def fill_multiprocessors() -> Callable[[float], None]:
+    """A function that keeps all multiprocessors of the current device busy for a number of seconds."""
+    kernel = torch.cuda._compile_kernel(_SPIN, "spin")
+    num = torch.cuda.get_device_properties().multi_processor_count
+
+    def fill(seconds: float) -> None:
+        kernel(grid=(2 * num, 1, 1), block=(1024, 1, 1), args=[int(seconds * 1e9)])
+
+    fill(1e-4)
+    torch.cuda.synchronize()
+    return fill
+
+
+def expect(transport: Transport, out: Tensor, size: int, step: int) -> None:
+    """What `pattern` made on the peer arrived."""
+    pieces = out.reshape(transport.world_size, size)
+    for peer in range(transport.world_size):
+        wanted = torch.arange(size, dtype=torch.int32, device="cuda") + 1000 * peer + step + transport.rank
+        assert torch.equal(pieces[peer], wanted), (peer, step)
+
+
+def pattern(transport: Transport, size: int, step: int) -> Tensor:
+    """Rows that name their sender, their receiver and the step."""
+    base = torch.arange(size, dtype=torch.int32, device="cuda") + 1000 * transport.rank + step
+    return torch.cat([base + peer for peer in range(transport.world_size)])
+
+
+def exchange(transport: Transport, rows: Tensor) -> Tensor:
+    """An all_to_all of equal pieces, waited for."""
+    splits = [len(rows) // transport.world_size] * transport.world_size
+    return transport.all_to_all(rows, splits, splits).wait()
+
+
+def check_streams_order_what_hosts_do_not_wait_for(transport: HostTransport) -> None:
+    lane = transport.channel("ordered", check_sizes=False)
+    exchange(lane, pattern(lane, 16, 0))
+    size = 3 * MIB
+    outs = []
+    torch.cuda.synchronize()
+    transport.all_gather(torch.zeros(1)).wait()
+    if lane.rank == 0:
+        time.sleep(1.0)
+    begun = time.monotonic()
+    for step in range(6):
+        torch.cuda._sleep(20_000_000)  # rows are not there yet when the call is made
+        rows = pattern(lane, size, step)
+        out = exchange(lane, rows)
+        rows.fill_(-1)  # after the wait they are the caller's again
+        outs.append(out + 0)
+        out.fill_(-2)
+    seconds = time.monotonic() - begun
+    assert seconds < 0.5, f"the host was blocked for {seconds:.2f} s"
+    for step, out in enumerate(outs):
+        expect(lane, out, size, step)
+
+
+def check_many_uneven_messages_arrive(transport: HostTransport) -> None:
+    lane, n = transport.channel("uneven", check_sizes=False), transport.world_size
+    generator = torch.Generator().manual_seed(5)
+    results = []
+    for step in range(60):
+        most = [3, 5000, 3 * MIB, 20 * MIB][step % 4]
+        splits = torch.randint(0, most, (n, n), generator=generator)
+        splits[splits < most // 8] = 0
+        sent, received = splits[lane.rank].tolist(), splits[:, lane.rank].tolist()
+        rows = torch.cat(
+            [
+                torch.arange(k, dtype=torch.int32, device="cuda") * 7 + 13 * lane.rank + peer + step
+                for peer, k in enumerate(sent)
+            ]
+        )
+        results.append((lane.all_to_all(rows, sent, received), received, step))
+        if len(results) == 5:
+            verify(lane, results)
+    verify(lane, results)
+
+
+def verify(lane: Transport, results: list[tuple[Pending, list[int], int]]) -> None:
+    for pending, received, step in results:
+        pieces = pending.wait().split(received)
+        for peer, piece in enumerate(pieces):
+            wanted = torch.arange(len(piece), dtype=torch.int32, device="cuda") * 7 + 13 * peer + lane.rank + step
+            assert torch.equal(piece, wanted), (peer, step)
+    results.clear()
+
+
+def check_more_than_2_gib_arrive(transport: HostTransport) -> None:
+    lane = transport.channel("large", check_sizes=False)
+    size = 2**31 + 4096
+    rows = torch.zeros(size, dtype=torch.int8, device="cuda")
+    rows[:100], rows[-100:] = 1 + lane.rank, 3 + lane.rank
+    sent, received = [0] * lane.world_size, [0] * lane.world_size
+    if lane.rank == 0:
+        sent[1] = size
+    if lane.rank == 1:
+        received[0] = size
+    out = lane.all_to_all(rows if lane.rank == 0 else rows[:0], sent, received).wait()
+    if lane.rank == 1:
+        assert bool((out[:100] == 1).all())
+        assert bool((out[-100:] == 3).all())
+        assert not bool(out[100:-100].any())
+
+
+def check_a_transfer_needs_no_multiprocessor(transport: HostTransport) -> None:
+    lane = transport.channel("beside compute", check_sizes=False)
+    fill = fill_multiprocessors()
+    size = 4 * MIB
+    rows = pattern(lane, size, 1)
+    splits = [size] * lane.world_size
+    exchange(lane, rows)
+    torch.cuda.synchronize()
+    transport.all_gather(torch.zeros(1)).wait()
+    compute = torch.cuda.Stream()
+    ended, side = torch.cuda.Event(), torch.cuda.Stream()
+    with torch.cuda.stream(compute):
+        fill(1.0)
+        ended.record()
+    time.sleep(0.05)
+    with torch.cuda.stream(side):
+        pending = lane.all_to_all(rows, splits, splits)
+        out = pending.wait()
+        arrived = torch.cuda.Event()
+        arrived.record()
+    arrived.synchronize()
+    assert not ended.query(), "the transfer waited for a multiprocessor"
+    torch.cuda.synchronize()
+    expect(lane, out, size, 1)
+
+
+def check_a_profile_shows_copies_alone(transport: HostTransport) -> None:
+    lane = transport.channel("profiled", check_sizes=False)
+    rows = pattern(lane, 8 * MIB, 1)
+    exchange(lane, rows)
+    torch.cuda.synchronize()
+    splits = [8 * MIB] * lane.world_size
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            lane.all_to_all(rows, splits, splits).wait()
+        torch.cuda.synchronize()
+    names = {event.name for event in found.events() if event.device_type.name == "CUDA"}
+    print("profiled:", sorted(names), flush=True)
+    assert names, "the profiler saw something"
+    assert all(name.startswith("Memcpy") for name in names), names
+
+
+def check_a_rank_that_never_comes_is_raised_at_the_next_call(transport: HostTransport) -> None:
+    lane = transport.channel("late", check_sizes=False)
+    exchange(lane, pattern(lane, 1024, 0))
+    torch.cuda.synchronize()
+    short = lane.channel("short", check_sizes=False)
+    assert isinstance(short, HostTransport)
+    exchange(short, pattern(lane, 1024, 0))
+    torch.cuda.synchronize()
+    set_deadline(short, 1.5)
+    if lane.rank == 0:
+        begun = time.monotonic()
+        out = exchange(short, pattern(lane, 64 * 1024, 0))
+        assert time.monotonic() - begun < 0.5
+        torch.cuda.synchronize()  # ends, although nothing arrived
+        assert 0.5 < time.monotonic() - begun < 6
+        assert out.numel()
+        with pytest.raises(TransportError, match=r"missing: ranks|not moved the data"):
+            exchange(short, pattern(lane, 16, 0))
+    else:
+        time.sleep(4)
+        with pytest.raises(TransportError):
+            exchange_again_and_again(short)
+    transport.all_gather(torch.zeros(1)).wait()
+    exchange(lane, pattern(lane, 1024, 3))
+    torch.cuda.synchronize()
+
+
+def exchange_again_and_again(lane: Transport) -> None:
+    for _ in range(30):
+        exchange(lane, pattern(lane, 16, 0))
+        torch.cuda.synchronize()
+        time.sleep(0.1)
+
+
+def set_deadline(lane: HostTransport, seconds: float) -> None:
+    lane.timeout_s = seconds
+    lane._wire._engine._timeout_s = seconds  # type: ignore[attr-defined]  # a DeviceWire with an engine
+
+
+def check_a_killed_peer_is_raised_at_the_next_call(transport: HostTransport) -> None:
+    lane = transport.channel("killed", check_sizes=False)
+    exchange(lane, pattern(lane, 1024, 0))
+    torch.cuda.synchronize()
+    if lane.rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    out = exchange(lane, pattern(lane, 64 * 1024, 0))
+    begun = time.monotonic()
+    torch.cuda.synchronize()
+    assert out.numel()
+    assert time.monotonic() - begun < 8
+    with pytest.raises(TransportError) as caught:
+        exchange(lane, pattern(lane, 16, 0))
+    print("raised", type(caught.value).__name__, caught.value, flush=True)
+
+
+def check_channels_do_not_wait_for_each_other(transport: HostTransport) -> None:
+    first = transport.channel("first", check_sizes=False)
+    second = transport.channel("second", check_sizes=False)
+    size = 1 * MIB
+    for lane in (first, second):
+        exchange(lane, pattern(lane, size, 0))
+    torch.cuda.synchronize()
+    lanes = [first, second] if transport.rank == 0 else [second, first]
+    results = []
+    for step in range(20):
+        for lane in lanes:
+            splits = [size] * lane.world_size
+            results.append((lane.all_to_all(pattern(lane, size, step), splits, splits), lane, step))
+    for pending, lane, step in results:
+        expect(lane, pending.wait(), size, step)
+
+
+def main(host: str, engine: str, *names: str) -> None:
+    transport = connect_device(host, engine, 20)
+    for name in names:
+        begun = time.monotonic()
+        globals()[f"check_{name}"](transport)
+        print(f"passed {name} in {time.monotonic() - begun:.2f} s", flush=True)
+    print("all passed", flush=True)
+    with suppress(TransportTimeout):
+        transport.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The transport contract for tensors that an engine moves: on GPUs, or with threads in place of streams.
+
+As a script: `python device_contract.py HOST ENGINE` runs it on the ranks it was started on. HOST carries host tensors
+("process_group" or "mpi"). ENGINE is "nccl", "peer", "segment" or "staged" on GPUs, "threads-peer" and so on without.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from freescale.transport import CopyOptions, Pending, Transport, connect
+from freescale.transport.copy_engine import CopyEngine, Via
+from freescale.transport.device_wire import DeviceWire, Engine
+from freescale.transport.exchange import Exchange, Splits
+from freescale.transport.lane import HostTransport
+from freescale.transport.wire import Purpose, Ticket, Wire
+
+from host_streams import HostStreams
+from transport_contract import CHECKS
+
+SMALL_WINDOW = 64 << 10
+
+
+class ThreadsWire(DeviceWire):
+    """Gives every tensor to the engine, whose streams are threads."""
+
+    devices: tuple[str, ...] = ("cpu",)
+
+    def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
+        if purpose == "data":
+            return self._engine.begin(exchange, sequence, self._meet)
+        return self._host.begin(exchange, sequence, purpose)
+
+    def split(self, check_sizes: bool, timeout_s: float) -> Wire:
+        rank, world_size, _ = self._place
+        host, engine = self._host.split(check_sizes, timeout_s), self._engine.split(timeout_s)
+        return ThreadsWire(host, engine, rank, world_size, timeout_s)
+
+
+def use_threads(host: Transport, engine: Engine) -> HostTransport:
+    """The host's transport, with an engine for all tensors."""
+    assert isinstance(host, HostTransport)
+    host._wire = ThreadsWire(host._wire, engine, host.rank, host.world_size, host.timeout_s)
+    return host
+
+
+class OnDevice(HostTransport):
+    """Moves what the checks send by way of the GPU."""
+
+    def __init__(self, inner: HostTransport) -> None:
+        self.__dict__ = inner.__dict__
+
+    def all_gather(self, block: Tensor, sizes: Splits | None = None, out: Tensor | None = None) -> Pending:
+        theirs = None if out is None else out.cuda()
+        return Back(super().all_gather(block.cuda(), sizes, theirs), out)
+
+    def all_to_all(
+        self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
+    ) -> Pending:
+        theirs = None if out is None else out.cuda()
+        return Back(super().all_to_all(rows.cuda(), sent_splits, received_splits, theirs), out)
+
+    def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
+        made = super().channel(name, check_sizes)
+        assert isinstance(made, HostTransport)
+        return OnDevice(made)
+
+
+class Back(Pending):
+    """Brings what arrived back to the host."""
+
+    def __init__(self, inner: Pending, out: Tensor | None) -> None:
+        self._inner, self._out, self._got = inner, out, torch.empty(0)
+
+    def test(self) -> bool:
+        return self._inner.test()
+
+    def wait(self) -> Tensor:
+        got = self._inner.wait().cpu()
+        if self._out is None:
+            return got
+        return self._out.copy_(got)
+
+
+def make_transport(host: str, engine: str, timeout_s: float) -> HostTransport:
+    kind, _, threads = engine.rpartition("-")
+    if kind == "threads":
+        transport = connect(host, timeout_s=timeout_s)
+        via: Via = "peer" if threads == "peer" else "segment"
+        members = list(range(transport.world_size))
+        made = partial(HostStreams, 0.0)
+        return use_threads(
+            transport,
+            CopyEngine(
+                transport.rank,
+                members,
+                timeout_s,
+                via,
+                SMALL_WINDOW,
+                lambda device: made(),
+                first_count=2**32 - 5 if via == "peer" else 2**31 - 5,
+            ),
+        )
+    if engine == "nccl":
+        assert host == "process_group"
+        return _lane(connect(host, timeout_s=timeout_s))
+    through = connect(host, timeout_s=timeout_s)
+    inside: Via = "peer" if engine == "peer" else "segment"
+    return _lane(connect("copy_engine", through=through, timeout_s=timeout_s, copies=CopyOptions(inside)))
+
+
+def _lane(transport: Transport) -> HostTransport:
+    assert isinstance(transport, HostTransport)
+    return transport
+
+
+def main(host: str, engine: str) -> None:
+    transport = connect_device(host, engine, 20)
+    if not engine.startswith("threads"):
+        transport = OnDevice(transport)
+    for check in CHECKS:
+        begun = time.monotonic()
+        check(transport)
+        print(f"passed {check.__name__} in {time.monotonic() - begun:.2f} s", flush=True)
+    print("all passed", transport.world_size, flush=True)
+    transport.close()
+    if host == "process_group":
+        torch.distributed.destroy_process_group()
+
+
+def connect_device(host: str, engine: str, timeout_s: float) -> HostTransport:
+    """Take a GPU where the engine needs one, and connect."""
+    if host == "process_group":
+        torch.distributed.init_process_group("gloo")
+    if not engine.startswith("threads"):
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return make_transport(host, engine, timeout_s)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,38 @@
+"""How CUDA tensors travel between the GPUs of a host (paper, sections 3.3 and 5.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Inside = Literal["peer", "segment", "staged"]
+_SMALLEST_WINDOW_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """Choices for CUDA tensors between ranks of one host.
+
+    Attributes:
+        inside: How ranks of one host exchange: "peer" copies into the other GPU's memory, over NVLink where there is
+            one; "segment" copies through host memory that both GPUs registered; "staged" uses the backend that hosts
+            use between each other.
+        window_bytes: Most memory that a rank gives to what is on its way to it in one channel: device memory for
+            "peer", shared host memory (/dev/shm) for "segment", pinned host memory for "staged".
+
+    Raises:
+        ValueError: An unknown way, or too small a window.
+
+    Example:
+        >>> CopyOptions(window_bytes=1 << 26).inside
+        'peer'
+    """
+
+    inside: Inside = "peer"
+    window_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.inside not in get_args(Inside):
+            raise ValueError(f"inside must be one of {', '.join(get_args(Inside))}, got {self.inside!r}")
+        if not isinstance(self.window_bytes, int) or self.window_bytes < _SMALLEST_WINDOW_BYTES:
+            raise ValueError(f"window_bytes must be at least {_SMALLEST_WINDOW_BYTES}, got {self.window_bytes!r}")

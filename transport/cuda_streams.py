@@ -1,0 +1,209 @@
+"""The few CUDA calls of a copy engine: copies, flags, memory that processes share (paper, sections 3.3 and 5.3).
+
+Nothing here launches a kernel: peer copies, D2H and H2D are done by the copy engines, and flags by the streams.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .errors import TransportError, Unavailable
+from .exchange import Exchange
+
+SEND, RECEIVE = 0, 1
+_LEAST_CONNECTIONS = 8
+HANDLE_BYTES = 64
+_NON_BLOCKING = 1
+_PORTABLE_AND_MAPPED = 3
+_OVERLAPS_FROM = 1 << 16  # below this a copy is over before a hint matters
+
+
+class Streams(Protocol):
+    """A sending and a receiving stream. Addresses are integers; `stream` is SEND or RECEIVE."""
+
+    def adopt(self, exchange: Exchange) -> None:
+        """Order both streams behind `exchange.ready`, and keep its memory until they are through."""
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        """Enqueue a copy of bytes."""
+
+    def copy_beside_compute(self, stream: int, target: int, source: int, size: int) -> None:
+        """Enqueue a copy within the device."""
+
+    def wait(self, stream: int, address: int, count: int) -> None:
+        """Let the stream wait until the flag shows at least a count (see `slots.has_reached`)."""
+
+    def write(self, stream: int, address: int, count: int) -> None:
+        """Let the stream write a count to a flag, after everything before."""
+
+    def joined(self) -> Callable[[], object]:
+        """A function that makes the current stream wait for all that was enqueued up to now."""
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        """Device memory and the handle by which other processes open it, HANDLE_BYTES long. Never given back."""
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's device memory, once; returns its address here."""
+
+    def register(self, address: int, size: int) -> int:
+        """Let the device use host memory; returns its address there."""
+
+
+def check_connections() -> None:
+    """Refuse a process in which a waiting stream could stop the others.
+
+    Raises:
+        Unavailable: CUDA_DEVICE_MAX_CONNECTIONS is below 8, its default.
+    """
+    told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if told.isdigit() and 0 < int(told) < _LEAST_CONNECTIONS:
+        raise Unavailable(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {told}: streams would share queues, and one that waits for a peer would "
+            f"stop the others; leave it unset, or set it to {_LEAST_CONNECTIONS} or more"
+        )
+
+
+def check_installation(what: str) -> None:
+    """Refuse where the CUDA bindings are missing.
+
+    Raises:
+        Unavailable: No cuda-bindings, or no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise Unavailable(f"{what}: no CUDA GPU is available to torch")
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        major = (torch.version.cuda or "13").partition(".")[0]
+        raise Unavailable(f"{what}: cuda-bindings is not installed: pip install 'cuda-bindings=={major}.*'")
+
+
+class CudaStreams:
+    """Streams of one device, of our own: torch's are from a pool that the trainer's streams come from too.
+
+    Args:
+        device: Index of the CUDA device.
+    """
+
+    def __init__(self, device: int) -> None:
+        check_connections()
+        check_installation("copies between GPUs")
+        from cuda.bindings import driver, runtime
+
+        self._driver, self._runtime = driver, runtime
+        self._device = torch.device("cuda", device)
+        self._default = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._overlapping = _overlapping_attributes(runtime)
+        with torch.cuda.device(self._device):
+            _, highest = self._done(runtime.cudaDeviceGetStreamPriorityRange(), "cudaDeviceGetStreamPriorityRange")
+            made = [
+                int(self._done(runtime.cudaStreamCreateWithPriority(_NON_BLOCKING, highest), "cudaStreamCreate"))
+                for _ in range(2)
+            ]
+        self._raw = made
+        self._streams = [torch.cuda.ExternalStream(raw, self._device) for raw in made]
+
+    def adopt(self, exchange: Exchange) -> None:
+        """See `Streams.adopt`."""
+        assert exchange.ready is not None, "only CUDA tensors come here"
+        sends, receives = self._streams
+        sends.wait_event(exchange.ready)
+        receives.wait_event(exchange.ready)
+        exchange.source.record_stream(sends)
+        exchange.source.record_stream(receives)  # which copies this rank's own piece
+        exchange.target.record_stream(receives)
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        """See `Streams.copy`."""
+        result = self._runtime.cudaMemcpyAsync(target, source, size, self._default, self._raw[stream])
+        if result[0]:
+            self._done(result, "cudaMemcpyAsync")
+
+    def copy_beside_compute(self, stream: int, target: int, source: int, size: int) -> None:
+        """See `Streams.copy_beside_compute`. By a copy engine, where CUDA can be asked to prefer one."""
+        if self._overlapping is None or size < _OVERLAPS_FROM:
+            return self.copy(stream, target, source, size)
+        result = self._runtime.cudaMemcpyBatchAsync(
+            [target], [source], [size], 1, self._overlapping, [0], 1, self._raw[stream]
+        )
+        if result[0]:
+            self._done(result, "cudaMemcpyBatchAsync")
+        return None
+
+    def wait(self, stream: int, address: int, count: int) -> None:
+        """See `Streams.wait`."""
+        result = self._driver.cuStreamWaitValue32(self._raw[stream], address, count & 0xFFFFFFFF, 0)
+        if result[0]:
+            self._done(result, "cuStreamWaitValue32")
+
+    def write(self, stream: int, address: int, count: int) -> None:
+        """See `Streams.write`."""
+        result = self._driver.cuStreamWriteValue32(self._raw[stream], address, count & 0xFFFFFFFF, 0)
+        if result[0]:
+            self._done(result, "cuStreamWriteValue32")
+
+    def joined(self) -> Callable[[], object]:
+        """See `Streams.joined`."""
+        return _Joined(self._device, [stream.record_event() for stream in self._streams])
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        """See `Streams.allocate`."""
+        with torch.cuda.device(self._device):
+            address = int(self._done(self._runtime.cudaMalloc(size), f"cudaMalloc of {size >> 20} MiB"))
+            handle = self._done(self._runtime.cudaIpcGetMemHandle(address), "cudaIpcGetMemHandle")
+        return address, bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        """See `Streams.open`."""
+        wanted = self._runtime.cudaIpcMemHandle_t()
+        wanted.reserved = handle
+        with torch.cuda.device(self._device):
+            result = self._runtime.cudaIpcOpenMemHandle(wanted, 1)
+            if result[0]:
+                raise Unavailable(
+                    f"this GPU cannot open memory of a peer's ({_name(result[0])}): without peer access, or between "
+                    "containers that do not share a PID namespace, choose cuda='segment'"
+                )
+        return int(result[1])
+
+    def register(self, address: int, size: int) -> int:
+        """See `Streams.register`."""
+        with torch.cuda.device(self._device):
+            self._done(self._runtime.cudaHostRegister(address, size, _PORTABLE_AND_MAPPED), "cudaHostRegister")
+            return int(self._done(self._runtime.cudaHostGetDevicePointer(address, 0), "cudaHostGetDevicePointer"))
+
+    def _done(self, result: tuple[Any, ...], what: str) -> Any:
+        if result[0]:
+            raise TransportError(f"{what}: {_name(result[0])}")
+        return result[1] if len(result) == 2 else result[1:]
+
+
+class _Joined:
+    """Makes the current stream of a device wait for events."""
+
+    def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
+        self._device, self._events = device, events
+
+    def __call__(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for event in self._events:
+            stream.wait_event(event)
+
+
+def _overlapping_attributes(runtime: Any) -> list[Any] | None:
+    """Says that a copy should overlap with compute, which copies within a device otherwise may not."""
+    if not hasattr(runtime, "cudaMemcpyBatchAsync") or not hasattr(runtime, "cudaMemcpyFlags"):
+        return None
+    if int(runtime.CUDART_VERSION) < 13000:  # the call has other arguments there
+        return None
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
+    return [attributes]
+
+
+def _name(error: Any) -> str:
+    return f"{getattr(error, 'name', error)} ({int(error)})"

@@ -1,0 +1,143 @@
+"""Shared memory between the ranks of a host: flags, news of failures, and room for data (paper, section 3.3).
+
+The segment has a random name, is readable by this user only, and loses its name as soon as all ranks have it, so that
+nothing is left behind however they end. Each rank holds a lock on a byte of it, which the system drops when the process
+ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TransportError, Unavailable
+
+FOLDER = Path("/dev/shm")
+NAME_BYTES = 48
+_LINE_BYTES = 64  # a flag has a cache line of its own
+_NEWS_BYTES = 512
+_PAGE = mmap.PAGESIZE
+_LOCK = "hhqqi4x"  # struct flock where off_t has 64 bits: type, whence, start, length, pid
+
+
+class Segment:
+    """A mapping that all members of a host share. Made by `create` on one of them and by `open` on the others.
+
+    Attributes:
+        name: Its name under /dev/shm, for as long as it has one.
+        address: Where it is mapped in this process.
+        size: Bytes of the mapping.
+        data_at: Where the room for data begins, in bytes from `address`.
+    """
+
+    def __init__(self, name: str, file: int, num_members: int, member: int, size: int) -> None:
+        self.name, self.size = name, size
+        self._file, self._num_members, self._member = file, num_members, member
+        self._map = mmap.mmap(file, size)
+        self._words: NDArray[np.uint32] = np.frombuffer(self._map, dtype=np.uint32)
+        self.address = int(self._words.ctypes.data)
+        self.data_at = _data_at(num_members)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, member)
+
+    @classmethod
+    def create(cls, num_members: int, member: int, data_bytes: int) -> Segment:
+        """Make a segment with room for data, all zero.
+
+        Raises:
+            Unavailable: There is no /dev/shm, or too little room in it.
+        """
+        name = f"freescale-{secrets.token_hex(16)}"
+        size = _data_at(num_members) + -(-data_bytes // _PAGE) * _PAGE
+        try:
+            file = os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Unavailable(f"cannot make shared memory in {FOLDER}: {error.strerror}") from error
+        try:
+            os.posix_fallocate(file, 0, size)
+            return cls(name, file, num_members, member, size)
+        except OSError as error:
+            os.close(file)
+            os.unlink(FOLDER / name)
+            raise Unavailable(
+                f"{FOLDER} has no room for {size >> 20} MiB ({error.strerror}): in a container give it more, "
+                "docker run --shm-size=8g say, or ask for a smaller window"
+            ) from error
+
+    @classmethod
+    def open(cls, name: str, num_members: int, member: int, data_bytes: int) -> Segment:
+        """Join a segment that another member made.
+
+        Raises:
+            TransportError: It is not there, not ours, or not of the size that was agreed.
+        """
+        size = _data_at(num_members) + -(-data_bytes // _PAGE) * _PAGE
+        if not name.startswith("freescale-") or "/" in name:
+            raise TransportError(f"{name!r} is no name of a segment")
+        try:
+            file = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot open shared memory {FOLDER / name}: {error.strerror}") from error
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != size:
+            os.close(file)
+            raise TransportError(f"{FOLDER / name} has {found.st_size} bytes of user {found.st_uid}, expected {size}")
+        return cls(name, file, num_members, member, size)
+
+    def unlink(self) -> None:
+        """Take its name away; mappings stay."""
+        (FOLDER / self.name).unlink(missing_ok=True)
+
+    def arrived(self, source: int, target: int) -> int:
+        """Where the count of chunks from one member to another is, in bytes from `address`."""
+        return (source * self._num_members + target) * _LINE_BYTES
+
+    def consumed(self, source: int, target: int) -> int:
+        """Where the count of chunks that the receiver is through with is, in bytes from `address`."""
+        return ((self._num_members + source) * self._num_members + target) * _LINE_BYTES
+
+    def failed(self, member: int) -> int:
+        """Where the word is that is 1 once a member has failed, in bytes from `address`."""
+        return 2 * self._num_members**2 * _LINE_BYTES + member * _NEWS_BYTES
+
+    def read(self, at: int) -> int:
+        """The word at a place."""
+        return int(self._words[at >> 2])
+
+    def write(self, at: int, value: int) -> None:
+        """Set the word at a place."""
+        self._words[at >> 2] = value
+
+    def tell(self, text: str) -> None:
+        """Say that this member failed, and why. The first reason stays."""
+        at = self.failed(self._member)
+        if not self.read(at):
+            news = text.encode()[: _NEWS_BYTES - 8]
+            self._map[at + 4 : at + 8] = struct.pack("I", len(news))
+            self._map[at + 8 : at + 8 + len(news)] = news
+            self.write(at, 1)
+
+    def news(self, member: int) -> str | None:
+        """Why a member failed: what it said, or that its process has ended; None while it is well."""
+        at = self.failed(member)
+        if self.read(at):
+            (size,) = struct.unpack("I", self._map[at + 4 : at + 8])
+            return self._map[at + 8 : at + 8 + min(size, _NEWS_BYTES - 8)].decode(errors="replace")
+        if member == self._member:
+            return None
+        # Whether somebody else holds the lock of that member.
+        asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, member, 1, 0)
+        kind = struct.unpack(_LOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
+        return "its process has ended" if kind == fcntl.F_UNLCK else None
+
+
+def _data_at(num_members: int) -> int:
+    flags = 2 * num_members**2 * _LINE_BYTES + num_members * _NEWS_BYTES
+    return -(-flags // _PAGE) * _PAGE

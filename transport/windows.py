@@ -1,0 +1,142 @@
+"""Slots between this rank and its peers, and the counts of what passed through them (paper, sections 3.3 and 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from .cuda_streams import RECEIVE, SEND, Streams
+from .exchange import Exchange
+from .segment import Segment
+from .slots import Chunk, has_reached, in_rounds, low
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The counts at the end of a transfer: peer → chunks."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class Windows:
+    """Everything that streams need to exchange chunks with the other members of this host.
+
+    Args:
+        rank: This rank.
+        members: Ranks of this host in order, this one among them.
+        streams: Where copies and flags are enqueued.
+        segment: Holds the flags, and the slots too unless they lie in device memory.
+        flags: Where the segment is for the device.
+        outgoing: Where the slots of each peer for what this rank sends are, for this device.
+        incoming: Where this rank's slots for what each peer sends are, for this device.
+        slot_bytes: Bytes of a slot.
+        depth: Slots between a sender and a receiver.
+        first: Where counts begin.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        streams: Streams,
+        segment: Segment,
+        flags: int,
+        outgoing: dict[int, int],
+        incoming: dict[int, int],
+        slot_bytes: int,
+        depth: int,
+        first: int = 0,
+    ) -> None:
+        self.rank, self.members, self.streams, self.segment = rank, list(members), streams, segment
+        self.slot_bytes, self._depth, self._flags = slot_bytes, depth, flags
+        self._outgoing, self._incoming = outgoing, incoming
+        self.start_counts_at(first)
+
+    def start_counts_at(self, first: int) -> None:
+        """Set all counts, and the flags that show them. Before anything is exchanged, on every member alike."""
+        self._sent = dict.fromkeys(self._outgoing, first)
+        self._received = dict.fromkeys(self._incoming, first)
+        self._first = first
+        for peer in self._outgoing:
+            self.segment.write(self._arrived_at(self.rank, peer), low(first))
+            self.segment.write(self._consumed_at(peer, self.rank), low(first))
+
+    def enqueue(self, exchange: Exchange) -> Mark:
+        """Enqueue all copies of an exchange, and this rank's own piece. Does not wait for peers.
+
+        Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
+        been enqueued everywhere.
+        """
+        self.streams.adopt(exchange)
+        if exchange.kept_bytes:
+            source, target = exchange.kept()
+            self.streams.copy_beside_compute(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
+        from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
+        sends = in_rounds(self.rank, self.members, exchange.sent_bytes, self.slot_bytes, sends=True)
+        receives = in_rounds(self.rank, self.members, exchange.received_bytes, self.slot_bytes, sends=False)
+        for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
+            for chunk in outgoing:
+                self._send(chunk, from_here + int(exchange.sent_at[chunk.peer]) + chunk.start)
+            for chunk in incoming:
+                self._receive(chunk, to_here + int(exchange.received_at[chunk.peer]) + chunk.start)
+        return Mark(dict(self._sent), dict(self._received))
+
+    def _send(self, chunk: Chunk, source: int) -> None:
+        peer, streams = chunk.peer, self.streams
+        number = self._sent[peer]
+        self._sent[peer] = number + 1
+        needed, at = number + 1 - self._depth, self._consumed_at(self.rank, peer)
+        if needed > self._first and not has_reached(self.segment.read(at), needed):
+            streams.wait(SEND, self._flags + at, needed)
+        slot = self._outgoing[peer] + number % self._depth * self.slot_bytes
+        streams.copy(SEND, slot, source, chunk.size)
+        streams.write(SEND, self._flags + self._arrived_at(self.rank, peer), number + 1)
+
+    def _receive(self, chunk: Chunk, target: int) -> None:
+        peer, streams = chunk.peer, self.streams
+        number = self._received[peer]
+        self._received[peer] = number + 1
+        streams.wait(RECEIVE, self._flags + self._arrived_at(peer, self.rank), number + 1)
+        slot = self._incoming[peer] + number % self._depth * self.slot_bytes
+        streams.copy_beside_compute(RECEIVE, target, slot, chunk.size)
+        streams.write(RECEIVE, self._flags + self._consumed_at(peer, self.rank), number + 1)
+
+    def missing(self, mark: Mark) -> list[int]:
+        """Peers with whom a transfer has not been completed."""
+        segment, rank = self.segment, self.rank
+        return [
+            peer
+            for peer in mark.sent
+            if not has_reached(segment.read(self._arrived_at(rank, peer)), mark.sent[peer])
+            or not has_reached(segment.read(self._consumed_at(peer, rank)), mark.received[peer])
+        ]
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way, so that another channel may take over."""
+        mark = Mark(self._sent, self._received)
+        consumed = (
+            has_reached(self.segment.read(self._consumed_at(self.rank, peer)), count)
+            for peer, count in self._sent.items()
+        )
+        return not self.missing(mark) and all(consumed)
+
+    def let_go(self) -> None:
+        """Set the flags that this rank's streams wait for, so that they end. What they copy after that is worthless."""
+        for peer in self._outgoing:
+            self.segment.write(self._consumed_at(self.rank, peer), low(self._sent[peer]))
+            self.segment.write(self._arrived_at(peer, self.rank), low(self._received[peer]))
+
+    def bad_news(self) -> str | None:
+        """What has become of a peer that failed or ended; None while all are well."""
+        for index, peer in enumerate(self.members):
+            if peer != self.rank and (news := self.segment.news(index)) is not None:
+                return f"rank {peer} has left: {news}"
+        return None
+
+    def _arrived_at(self, source: int, target: int) -> int:
+        return self.segment.arrived(self.members.index(source), self.members.index(target))
+
+    def _consumed_at(self, source: int, target: int) -> int:
+        return self.segment.consumed(self.members.index(source), self.members.index(target))

@@ -1,0 +1,219 @@
+"""Members of a host make the slots between them, or take over those of a closed channel (paper, section 3.3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from .cuda_streams import HANDLE_BYTES, Streams
+from .errors import TransportError, Unavailable
+from .lane import HostTransport
+from .segment import FOLDER, NAME_BYTES, Segment
+from .windows import Windows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DEPTH = {"peer": 2, "segment": 8}
+_LARGEST_SLOT_BYTES = {"peer": 32 << 20, "segment": 4 << 20}
+_SLOT_STEP_BYTES = 4096
+_HOST_BYTES = 80
+_TEXT_BYTES = 400
+_NUM_OFFERS = 8
+
+_idle: dict[tuple[object, ...], dict[str, Windows]] = {}
+
+
+def host_key() -> str:
+    """Names the host and its shared memory: equal for processes that can share a segment."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    folder = os.stat(FOLDER) if FOLDER.is_dir() else None
+    return f"{boot.read_text().strip() if boot.exists() else os.uname().nodename}/{folder.st_dev if folder else '-'}"
+
+
+def slot_size(via: str, window_bytes: int, num_members: int) -> int:
+    """Bytes of a slot, so that all slots for what a rank receives fit into a window.
+
+    Example:
+        >>> slot_size("peer", 256 << 20, 2) >> 20, slot_size("peer", 256 << 20, 8) >> 10
+        (32, 18724)
+    """
+    share = window_bytes // (_DEPTH[via] * max(1, num_members - 1))
+    return max(_SLOT_STEP_BYTES, min(_LARGEST_SLOT_BYTES[via], share // _SLOT_STEP_BYTES * _SLOT_STEP_BYTES))
+
+
+def open_windows(
+    lane: HostTransport,
+    members: Sequence[int],
+    make_streams: Callable[[], Streams],
+    device: int,
+    via: str,
+    window_bytes: int,
+    first_count: int,
+) -> Windows:
+    """Make the slots between the members of this host; collective over all ranks of the lane.
+
+    Args:
+        lane: Carries names and handles, nothing else.
+        members: Ranks of this host in order.
+        make_streams: Makes this rank's streams.
+        device: Index of the device.
+        via: "peer" or "segment".
+        window_bytes: Most memory of a rank.
+        first_count: Where counts begin.
+
+    Raises:
+        Unavailable: Members are on different hosts, cannot share memory, or cannot open each other's device memory.
+        TransportError: Something else failed, here or on another rank.
+    """
+    _check_host(lane, members)
+    kind = (tuple(members), via, window_bytes, device)
+    taken = _take_over(lane, members, kind)
+    if taken is not None:
+        return taken
+    making = _Making(lane, members, via, slot_size(via, window_bytes, len(members)), first_count)
+    with _together(lane):
+        streams = make_streams()
+    making.make_segment()
+    windows = making.make_windows(streams)
+    _kinds[id(windows)] = kind
+    return windows
+
+
+_kinds: dict[int, tuple[object, ...]] = {}
+
+
+def put_away(windows: Windows) -> None:
+    """Keep the slots of a closed channel, through which nothing passes any more, for a later one."""
+    _idle.setdefault(_kinds[id(windows)], {})[windows.segment.name] = windows
+
+
+def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
+    hosts = _gather(lane, host_key().encode(), _HOST_BYTES)
+    others = [peer for peer in members if hosts[peer] != hosts[lane.rank]]
+    with _together(lane):
+        if others:
+            raise Unavailable(
+                f"copies between GPUs need one host with one {FOLDER}: rank {lane.rank} is not where ranks {others} are"
+            )
+
+
+def _take_over(lane: HostTransport, members: Sequence[int], kind: tuple[object, ...]) -> Windows | None:
+    idle = _idle.get(kind, {})
+    names = "".join(name.ljust(NAME_BYTES) for name in sorted(idle)[:_NUM_OFFERS])
+    offers = _gather(lane, names.encode(), NAME_BYTES * _NUM_OFFERS)
+    common = set(idle)
+    for peer in members:
+        text = offers[peer].decode()
+        common &= {text[at : at + NAME_BYTES].strip() for at in range(0, len(text), NAME_BYTES)}
+    return idle.pop(min(common)) if common else None
+
+
+class _Making:
+    """The steps in which members make a segment and open each other's memory."""
+
+    def __init__(
+        self, lane: HostTransport, members: Sequence[int], via: str, slot_bytes: int, first_count: int
+    ) -> None:
+        self._lane, self._members, self._via = lane, list(members), via
+        self._slot_bytes, self._depth, self._first_count = slot_bytes, _DEPTH[via], first_count
+        self._member = self._members.index(lane.rank)
+        self._ring_bytes = slot_bytes * self._depth
+        n = len(members)
+        self._data_bytes = n * (n - 1) * self._ring_bytes if via == "segment" else 0
+        self._segment: Segment | None = None
+
+    def make_segment(self) -> None:
+        """The first member makes it, the others join, the name goes away."""
+        lane, n = self._lane, len(self._members)
+        leads = self._member == 0
+        with _together(lane):
+            if leads:
+                self._segment = Segment.create(n, 0, self._data_bytes)
+        name = self._segment.name if self._segment is not None else ""
+        names = _gather(lane, name.encode(), NAME_BYTES)
+        try:
+            with _together(lane):
+                if not leads:
+                    name = names[self._members[0]].decode(errors="replace")
+                    self._segment = Segment.open(name, n, self._member, self._data_bytes)
+        finally:
+            if leads and self._segment is not None:
+                self._segment.unlink()
+
+    def make_windows(self, streams: Streams) -> Windows:
+        """Register the segment, exchange handles of device memory, set the counts."""
+        lane, segment = self._lane, self._segment
+        assert segment is not None, "the segment is made first"
+        handle = b""
+        mine = flags = 0
+        with _together(lane):
+            flags = streams.register(segment.address, segment.size)
+            if self._via == "peer" and len(self._members) > 1:
+                mine, handle = streams.allocate(self._ring_bytes * (len(self._members) - 1))
+        handles = _gather(lane, handle, HANDLE_BYTES, padded=False)
+        outgoing: dict[int, int] = {}
+        incoming: dict[int, int] = {}
+        with _together(lane):
+            for index, peer in enumerate(self._members):
+                if index == self._member:
+                    continue
+                if self._via == "peer":
+                    outgoing[peer] = streams.open(handles[peer]) + self._ring(self._member, index) * self._ring_bytes
+                    incoming[peer] = mine + self._ring(index, self._member) * self._ring_bytes
+                else:
+                    outgoing[peer] = flags + self._in_segment(segment, self._member, index)
+                    incoming[peer] = flags + self._in_segment(segment, index, self._member)
+            windows = Windows(
+                lane.rank, self._members, streams, segment, flags, outgoing, incoming, self._slot_bytes, self._depth
+            )
+            windows.start_counts_at(self._first_count)
+        return windows
+
+    @staticmethod
+    def _ring(source: int, target: int) -> int:
+        """Which of the target's rings is the source's."""
+        return source - (source > target)
+
+    def _in_segment(self, segment: Segment, source: int, target: int) -> int:
+        ring = target * (len(self._members) - 1) + self._ring(source, target)
+        return segment.data_at + ring * self._ring_bytes
+
+
+def _gather(lane: HostTransport, mine: bytes, size: int, *, padded: bool = True) -> list[bytes]:
+    """Give everybody's bytes to everybody, of a size that all know."""
+    assert len(mine) <= size, "the size is that of the longest"
+    block = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    if mine:
+        block[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    gathered: Tensor = lane.all_gather(block).wait()
+    blocks = [bytes(part.numpy()) for part in gathered.reshape(lane.world_size, size)]
+    return [part.rstrip(b"\0") for part in blocks] if padded else blocks
+
+
+@contextmanager
+def _together(lane: HostTransport) -> Iterator[None]:
+    """Around a step that may fail on some rank: then it fails on all. Collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        failure = error
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    texts = _gather(lane, text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
+    if failure is not None:
+        raise failure
+    for peer, said in enumerate(texts):
+        if said:
+            _raise_for(peer, said.decode(errors="replace"))
+
+
+def _raise_for(peer: int, said: str) -> NoReturn:
+    kind = Unavailable if said.startswith("Unavailable") else TransportError
+    raise kind(f"rank {peer}: {said}")
