@@ -24,14 +24,17 @@ Interval = tuple[float, float]
 TORCHREC_KINDS: tuple[tuple[str, str], ...] = (
     (r"pec_overlap_dist", "masks"),
     (r"pec_ol_grad", "urgent gradients"),
-    (r"pec_nol_grad", "background gradients"),
-    (r"pec_ol_compute", "urgent rows"),
-    (r"pec_nol_compute", "background rows"),
+    (r"pec_nol_grad", "deferred gradients"),
+    (r"pec_ol_compute", "late rows"),
+    (r"pec_nol_compute", "early rows"),
     (r"All2All_Seq_bwd", "gradients"),
     (r"All2All_Seq_fwd|all2all_sequence", "rows"),
     (r"kjt |all2all_data:|input_dist|sparse_data_dist", "ids"),
 )
 """How TorchRec names the launches of its traffic: regular expressions and kinds."""
+
+OUR_KINDS: tuple[tuple[str, str], ...] = ((r"freescale: ((early|late) rows|(urgent|deferred) gradients)", r"\1"),)
+"""How `freescale.embedding` names them."""
 
 DENSE_KINDS: tuple[tuple[str, str], ...] = ((r"allreduce|all_reduce|AllReduce|DistributedDataParallel", "dense"),)
 """The gradients of the replicated part."""
@@ -184,7 +187,7 @@ def read_events(path: Path) -> list[Event]:
 
 def step_times(
     events: Sequence[Event],
-    kinds: Sequence[tuple[str, str]] = (*TORCHREC_KINDS, *DENSE_KINDS),
+    kinds: Sequence[tuple[str, str]] = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS),
     *,
     communication: str = "nccl",
     host_kinds: Sequence[tuple[str, str]] = (),
@@ -197,8 +200,9 @@ def step_times(
     Args:
         events: What `read_events` gives, from a profile with CPU and CUDA activities in which every step ran inside
             `record_function(f"{step_name}{number}")`.
-        kinds: Regular expressions and kinds for communication kernels; the first that is found decides. They are
-            searched in what encloses the launch, outermost first, and the kernel's own name and group, joined by "/".
+        kinds: Regular expressions and kinds for communication kernels; the first that is found decides (a kind may
+            refer to its groups, as in `re.sub`). They are searched in what encloses the launch, outermost first, and
+            the kernel's own group and name, joined by "/".
         communication: Regular expression of the kernels that move data between ranks.
         host_kinds: Regular expressions and kinds of ranges (`record_function`, on any thread) that are communication by
             themselves, for transports without kernels.
@@ -372,7 +376,8 @@ def _enclosing(ranges: Sequence[Event], events: Sequence[Event]) -> dict[int, li
 
 
 def _first_match(kinds: Sequence[tuple[str, str]], text: str) -> str | None:
-    return next((kind for pattern, kind in kinds if re.search(pattern, text)), None)
+    found = ((re.search(pattern, text), kind) for pattern, kind in kinds)
+    return next((match.expand(kind) for match, kind in found if match), None)
 
 
 def _span(event: Event) -> Interval:

@@ -1,0 +1,85 @@
+"""Starts the ranks of bench.embedding again and again from one process that has imported everything once (beside 5.2).
+
+NCCL reads how it shall connect once a process, so every link needs new ones; importing TorchRec takes longer than what
+many of them measure. This process imports it, touches no GPU, and forks the ranks of one launch after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch then counts GPUs without touching the driver
+
+from .embedding_settings import Settings
+from .torchrec_versions import run_without_gpu, supply_moved_modules
+
+_GRACE_S = 3.0  # for the other ranks to say what they saw when one has failed
+_NOT_INITIALISED = 3  # of the CUDA driver
+
+
+def main() -> None:
+    """Run the launches whose settings' paths come line by line, and answer each with a line."""
+    supplied = supply_moved_modules()
+    if sys.argv[1] == "cpu":
+        run_without_gpu()
+    import torchrec
+
+    from .embedding_rank import run_rank
+
+    _answer(ready=torchrec.__version__, supplied=supplied)
+    for line in sys.stdin:
+        path, port = Path(line.strip()), _free_port()
+        world_size = Settings.load(path).world_size
+        started = time.time()
+        how = "fork" if _driver_untouched() else "spawn"
+        context: Any = multiprocessing.get_context(how)
+        ranks = [context.Process(target=run_rank, args=(path, rank, port)) for rank in range(world_size)]
+        for rank in ranks:
+            rank.start()
+        _answer(codes=_wait(ranks), how=how, seconds=time.time() - started)
+
+
+def _wait(ranks: list[Any]) -> list[int | None]:
+    """Wait for all ranks; when one has failed the others get a little time and are then ended."""
+    failed_at: float | None = None
+    while any(rank.is_alive() for rank in ranks):
+        if failed_at is None and any(rank.exitcode not in (None, 0) for rank in ranks):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.05)
+    return [rank.exitcode for rank in ranks]
+
+
+def _driver_untouched() -> bool:
+    """Whether this process has not initialised CUDA, so that its children may use it; true where there is no CUDA."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == _NOT_INITIALISED
+    except OSError:
+        return True
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _answer(**said: object) -> None:
+    sys.stdout.write("\n" + json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

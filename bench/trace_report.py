@@ -1,0 +1,67 @@
+"""`python -m freescale.bench.trace_report TRACE…`: where the time of a step goes in a Kineto trace (section 5.2).
+
+Give one trace a rank, recorded with CPU and CUDA activities and every step inside `record_function("step_<number>")`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .trace_timeline import DENSE_KINDS, OUR_KINDS, TORCHREC_KINDS, StepTimes, read_events, step_times
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 2 when a trace cannot be read."""
+    options = _parser().parse_args(arguments)
+    kinds = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS)
+    try:
+        found = [
+            step_times(read_events(path), kinds, skip_first=options.skip_first, skip_last=options.skip_last)
+            for path in options.traces
+        ]
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for path, times in zip(options.traces, found, strict=True):
+        sys.stdout.write(json.dumps(asdict(times)) + "\n" if options.json else f"{path}\n{describe(times)}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.trace_report",
+        description="Divide the steps of a Kineto trace into compute, exposed traffic by kind, and waits of the host.",
+    )
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of torch.profiler, one a rank")
+    parser.add_argument("--skip-first", type=int, default=2, help="steps left out at the start (default 2)")
+    parser.add_argument("--skip-last", type=int, default=1, help="steps left out at the end (default 1)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a trace")
+    return parser
+
+
+def describe(times: StepTimes) -> str:
+    """Say it in lines."""
+    lines = [
+        f"  {times.num_steps} steps of {times.step_ms:.2f} ms: computing {times.compute_ms:.2f}, "
+        f"bubble {times.bubble_ms:.2f} = exposed traffic {times.exposed_ms:.2f} + other streams {times.side_ms:.2f} "
+        f"+ copies {times.copy_ms:.2f} + idle {times.idle_ms:.2f}"
+    ]
+    for kind, each in times.traffic.items():
+        lines.append(
+            f"  {kind}: {each.exposed_ms:.2f} exposed of {each.total_ms:.2f} ms, {each.calls:g} calls, "
+            f"{each.sent_bytes / 1e6:.1f} MB"
+        )
+    lines += [
+        f"  {wait.thread} thread: {wait.call} x {wait.calls:.2g}, {wait.ms:.2f} ms, in {wait.where}"
+        for wait in times.host_waits
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
