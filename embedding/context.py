@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from ..kernels.sum_tree import sum_tree
 from ..transport import Pending, Transport
@@ -112,8 +113,8 @@ class GroupContext:
         def fetch(transport: Transport) -> Pending:
             _use(batch.upload)
             if plan.early is not None:
-                self._fetch(transport, plan.early, rows[: plan.num_early]).wait()
-            return self._fetch(transport, plan.late_values, rows[plan.num_early :])
+                self._fetch(transport, plan.early, rows[: plan.num_early], "early rows").wait()
+            return self._fetch(transport, plan.late_values, rows[plan.num_early :], "late rows")
 
         self._urgent.run(fetch, rows).wait()
         return rows
@@ -153,12 +154,12 @@ class GroupContext:
 
         def update_and_fetch(transport: Transport) -> Pending:
             _use(batch.upload, batch.successor, ahead.batch.upload)
-            self._update(transport, gradient, urgent, stamp, lane=0)
-            return self._fetch(transport, ahead.plan.late_values, ahead.rows[ahead.plan.num_early :])
+            self._update(transport, gradient, urgent, stamp, 0, "urgent gradients")
+            return self._fetch(transport, ahead.plan.late_values, ahead.rows[ahead.plan.num_early :], "late rows")
 
         def update(transport: Transport) -> None:
             _use(batch.upload, batch.successor)
-            self._update(transport, gradient, deferred, stamp, lane=1)
+            self._update(transport, gradient, deferred, stamp, 1, "deferred gradients")
 
         ahead.late = self._urgent.run(update_and_fetch, gradient, ahead.rows)
         self._background.run(update, gradient, after=ahead.late)
@@ -171,7 +172,7 @@ class GroupContext:
 
         def update(transport: Transport) -> None:
             _use(iteration.batch.upload, upload)
-            self._update(transport, gradient, gradients, stamp, lane=0)
+            self._update(transport, gradient, gradients, stamp, 0, "urgent gradients")
 
         self._urgent.run(update, gradient).wait()
 
@@ -182,7 +183,7 @@ class GroupContext:
 
         def fetch(transport: Transport) -> Pending:
             _use(batch.upload)
-            return self._fetch(transport, early, rows[: plan.num_early])
+            return self._fetch(transport, early, rows[: plan.num_early], "early rows")
 
         return Prepared(batch, plan, rows, self._background.run(fetch, rows))
 
@@ -194,7 +195,7 @@ class GroupContext:
 
             def fetch(transport: Transport) -> Pending:
                 _use(arriving.batch.upload)
-                return self._fetch(transport, plan.late_values, rows[plan.num_early :])
+                return self._fetch(transport, plan.late_values, rows[plan.num_early :], "late rows")
 
             arriving.late = self._urgent.run(fetch, rows)
         arriving.early.wait()
@@ -205,16 +206,20 @@ class GroupContext:
         weights = self.shard.weights
         return torch.empty((plan.num_rows, weights.shape[1]), dtype=torch.float32, device=weights.device)
 
-    def _fetch(self, transport: Transport, values: Values, out: Tensor) -> Pending:
-        """Serve the rows that this rank is asked for, and receive those that it asked for."""
+    def _fetch(self, transport: Transport, values: Values, out: Tensor, name: str) -> Pending:
+        """Serve the rows that this rank is asked for, and receive those that it asked for; `name` is for profilers."""
         rows = self.shard.lookup(values.rows).to(self._wire)
-        if rows.dtype == out.dtype:
-            return transport.all_to_all(rows, values.served, values.asked, out=out)
-        return _Widened(transport.all_to_all(rows, values.served, values.asked), out)
+        with record_function(f"freescale: {name}"):
+            if rows.dtype == out.dtype:
+                return transport.all_to_all(rows, values.served, values.asked, out=out)
+            return _Widened(transport.all_to_all(rows, values.served, values.asked), out)
 
-    def _update(self, transport: Transport, gradient: Tensor, plan: Gradients, stamp: Stamp, lane: int) -> None:
+    def _update(
+        self, transport: Transport, gradient: Tensor, plan: Gradients, stamp: Stamp, lane: int, name: str
+    ) -> None:
         sent = gradient.index_select(0, plan.positions).to(self._wire)
-        received = transport.all_to_all(sent, plan.sent, plan.received).wait()
+        with record_function(f"freescale: {name}"):
+            received = transport.all_to_all(sent, plan.sent, plan.received).wait()
         self.shard.update(received, plan, stamp, lane)
 
 
