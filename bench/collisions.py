@@ -124,7 +124,7 @@ def measure(
         cuts: Longest histories.
         batch_sizes: Samples a rank.
         ranks: Numbers of ranks.
-        num_pairs: Pairs of batches to compare, where the source has samples for so many.
+        num_pairs: Pairs of batches to compare, spread over the source, where it has samples for so many.
 
     Raises:
         ValueError: The source has not samples for two batches of the largest kind.
@@ -140,9 +140,11 @@ def measure(
 
 def _count(source: IdSource, cut: int, batch_size: int, num_ranks: int, num_pairs: int) -> list[Collisions]:
     share = batch_size * num_ranks
+    firsts = list(range(num_pairs))
     if source.num_samples is not None:
-        num_pairs = min(num_pairs, source.num_samples // share - 1)
-        if num_pairs < 1:
+        most = source.num_samples // share - 1
+        firsts = sorted({(2 * i + 1) * most // (2 * num_pairs) for i in firsts})
+        if most < 1:
             raise ValueError(
                 f"{source.title} are too few for two batches of {num_ranks} ranks x {batch_size} samples; "
                 "give smaller --ranks or --batch-sizes"
@@ -152,12 +154,7 @@ def _count(source: IdSource, cut: int, batch_size: int, num_ranks: int, num_pair
         samples = source.draw(number * share, share, cut)
         return [torch.cat(samples[rank * batch_size :][:batch_size]) for rank in range(num_ranks)]
 
-    found, current = [], batch(0)
-    for number in range(1, num_pairs + 1):
-        upcoming = batch(number)
-        found.append(collisions(current, upcoming))
-        current = upcoming
-    return found
+    return [collisions(batch(first), batch(first + 1)) for first in firsts]
 
 
 def table(outcomes: Sequence[Outcome], source: str) -> Table:
@@ -177,10 +174,10 @@ def table(outcomes: Sequence[Outcome], source: str) -> Table:
 
 def _note() -> str:
     return (
-        "Share of a global batch that the next global batch asks for again, mean over pairs of consecutive batches: of "
-        "its distinct rows, of its requests (a row that one rank asks for; after removing duplicates this is what "
-        "travels) and of its ids as they stand, repeats included. Popular rows recur, and they are repeated most, so "
-        "the three differ much."
+        "Share of a global batch that the next global batch asks for again, mean over pairs of consecutive batches "
+        "spread over the source: of its distinct rows, of its requests (a row that one rank asks for; after removing "
+        "duplicates this is what travels) and of its ids as they stand, repeats included. Popular rows recur, and they "
+        "are repeated most, so the three differ much."
     )
 
 
