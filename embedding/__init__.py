@@ -3,6 +3,7 @@
 from .errors import EmbeddingError, IdOutOfRange
 from .optimizer import Adam, FusedOptimizer, RowwiseAdagrad, Sgd
 from .prioritized import PrioritizedEmbeddingCollection
+from .swap import PrioritizedEmbeddings, prioritize
 from .tables import Table
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "FusedOptimizer",
     "IdOutOfRange",
     "PrioritizedEmbeddingCollection",
+    "PrioritizedEmbeddings",
     "RowwiseAdagrad",
     "Sgd",
     "Table",
+    "prioritize",
 ]

@@ -22,6 +22,6 @@ def refuse_checkpointing() -> None:
     checkpointed = hooks is not None and "checkpoint" in getattr(hooks[0], "__module__", "")
     if recomputed or checkpointed:
         raise EmbeddingError(
-            "lookups of prioritized embeddings must be outside of activation checkpointing: a lookup that is recomputed "
-            "in backward would be another iteration; look up first, and checkpoint what uses the result"
+            "lookups of prioritized embeddings must be outside of activation checkpointing: one that is recomputed in "
+            "backward would be another iteration; look up first, and checkpoint what uses the result"
         )

@@ -93,10 +93,8 @@ class GroupContext:
         if upcoming is not None:
             self._prepared = self._prepare(upcoming, upcoming.groups[group])
         plan = batch.groups[group]
-        if arriving is not None and arriving.plan is plan:
-            rows = self._arrive(arriving)
-        else:
-            rows = self.fetch_now(batch, plan)
+        ready = arriving if arriving is not None and arriving.plan is plan else None
+        rows = self.fetch_now(batch, plan) if ready is None else self._arrive(ready)
         self._current = Iteration(self, batch, plan, rows, self._prepared)
         return self._current
 
@@ -150,7 +148,8 @@ class GroupContext:
     def _finish_ahead(self, iteration: Iteration, gradient: Tensor, stamp: Stamp, ahead: Prepared) -> None:
         batch, plan = iteration.batch, iteration.plan
         urgent, deferred = plan.urgent_gradients, plan.deferred_gradients
-        assert urgent is not None and deferred is not None, "planned together with the upcoming batch"
+        assert urgent is not None, "planned together with the upcoming batch"
+        assert deferred is not None, "planned together with the upcoming batch"
 
         def update_and_fetch(transport: Transport) -> Pending:
             _use(batch.upload, batch.successor, ahead.batch.upload)

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..transport import Transport
 from .checkpointing import refuse_checkpointing
@@ -69,7 +71,8 @@ class Engine:
         wire_dtype: Of rows and gradients on their way; None: that of the tables.
         gradient_division: Whether gradients are averaged over ranks, not added.
         grad_scale: What the loss is multiplied with.
-        seed: Of the weights.
+        seed: Of the weights; None leaves them zero.
+        process_group: The ranks, for DTensors; None: the default group where it has the same ranks.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Engine:
         gradient_division: bool,
         grad_scale: GradScale | torch.amp.GradScaler | None,
         seed: int | None,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
         self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
         self.synchronous = synchronous
@@ -103,7 +107,10 @@ class Engine:
         if seed is not None:
             for shard in self.shards:
                 shard.initialise(seed)
-        self.optimizer = FusedOptimizer([self._param_group(shard) for shard in self.shards])
+        self._process_group = process_group
+        self._meshes: dict[str, DeviceMesh] = {}
+        settings = [self._param_group(shard) for shard in self.shards]
+        self.optimizer = FusedOptimizer(settings, self)
         # The id plane has told every rank how many rows come: no need to compare sizes again, which waits on the host.
         self._ids_channel = transport.channel("embedding ids")
         self._urgent_channel = (urgent or transport).channel("embedding urgent", check_sizes=False)
@@ -165,6 +172,32 @@ class Engine:
         _use(batch)
         return [self._gather_call(batch, rows, call) for call in calls]
 
+    def only(self, call: int, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Ids of one call, and none for all others, as `evaluate` takes them."""
+        first = sum(len(each) for each in self.calls[:call])
+        nothing = [torch.empty(0, dtype=torch.int64) for _ in self._slots]
+        return [*nothing[:first], *ids, *nothing[first + len(ids) :]]
+
+    def sizes_of(self, running: Running, call: int) -> list[int]:
+        """How many ids each feature of a call has in a batch."""
+        first = sum(len(each) for each in self.calls[:call])
+        return running.batch.ids.sizes[first : first + len(self.calls[call])]
+
+    def is_planned(self, running: Running, call: int, ids: Sequence[Tensor]) -> bool:
+        """Whether these are the ids that a batch has for a call: compared in host memory, only counted on a GPU."""
+        if self.sizes_of(running, call) != [each.numel() for each in ids]:
+            return False
+        first = sum(len(each) for each in self.calls[:call])
+        planned = running.batch.ids.tensors[first : first + len(ids)]
+        return all(
+            each.is_cuda or one.is_cuda or torch.equal(each.reshape(-1), one)
+            for each, one in zip(ids, planned, strict=True)
+        )
+
+    def dtype_of(self, table: str) -> torch.dtype:
+        """Of a table's weights."""
+        return self.shards[self.table_of[table][0]].weights.dtype
+
     def flush(self) -> None:
         """Have all updates applied before anything else that the caller does."""
         for context in self._contexts:
@@ -198,6 +231,16 @@ class Engine:
                 f"tables must move to {device} before their first batch: traffic runs for {self.device}"
             )
         self.device = device
+
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as DTensors know them; None without a process group."""
+        group = self._process_group or _default_group(self.rank, self.world_size)
+        if group is None:
+            return None
+        kind = self.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(group, kind)
+        return self._meshes[kind]
 
     def _take(self, planner: Planner, ids: HostIds) -> Batch:
         """Find the batch of this forward among those prefetched, or plan it now."""
@@ -290,6 +333,14 @@ def _lay_out_slots(calls: Sequence[Sequence[_Place]]) -> tuple[list[Slot], list[
             slots.append(Slot(place.feature, place.group, place.table, found[place.group][0]))
         indices.append(found)
     return slots, indices
+
+
+def _default_group(rank: int, world_size: int) -> dist.ProcessGroup | None:
+    """The default process group, where it has the same ranks as the tables."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    same = dist.get_world_size() == world_size and dist.get_rank() == rank
+    return dist.group.WORLD if same else None
 
 
 def _use(batch: Batch) -> None:

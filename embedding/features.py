@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ class FeatureReader:
     """Features of a collection, in the order of its tables.
 
     Args:
-        tables: The tables. Two tables may share a feature name; then results are called `feature@table`, as in torchrec.
+        tables: The tables. Where two share a feature, results are called `feature@table`, as in torchrec.
 
     Attributes:
         pairs: Feature and table name of each lookup.
@@ -38,7 +39,7 @@ class FeatureReader:
         """
         if hasattr(features, "to_dict"):  # a KeyedJaggedTensor
             features = features.to_dict()
-        return [self._read(features, feature) for feature, _ in self.pairs]
+        return [read_ids(features, feature) for feature, _ in self.pairs]
 
     def wrap(self, features: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
         """Rows of every lookup by name: jagged where the ids were."""
@@ -49,16 +50,35 @@ class FeatureReader:
             for name, (feature, _), each in zip(self.names, self.pairs, rows, strict=True)
         }
 
-    def _read(self, features: Any, feature: str) -> Tensor:
+
+def read_ids(batch: Any, column: str) -> Tensor:
+    """Ids of one column of a batch: of a mapping, or of an object with attributes.
+
+    Raises:
+        KeyError: It has no such column.
+        TypeError: Ids are no integers.
+    """
+    if hasattr(batch, "__getitem__") and not isinstance(batch, tuple):
         try:
-            column = features[feature]
+            found = batch[column]
         except KeyError:
-            raise KeyError(f"features must have '{feature}', got {list(features)}") from None
-        ids = _values(column)
-        if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids of feature '{feature}' must be a tensor of int64 or int32, got {kind}")
-        return ids
+            names = list(batch) if hasattr(batch, "keys") else getattr(batch, "names", "others")
+            raise KeyError(f"the batch must have '{column}' to look up, got {names}") from None
+    elif hasattr(batch, column):
+        found = getattr(batch, column)
+    else:
+        raise KeyError(f"the batch must have '{column}' to look up, got a {type(batch).__name__} without it")
+    ids = _values(found)
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids of '{column}' must be a tensor of int64 or int32, got {kind}")
+    return ids
+
+
+def is_collection(module: Any) -> bool:
+    """Whether a module is torchrec's EmbeddingCollection; torchrec is not imported for that."""
+    torchrec = sys.modules.get("torchrec.modules.embedding_modules")
+    return torchrec is not None and type(module) is torchrec.EmbeddingCollection
 
 
 def _values(column: Any) -> Any:

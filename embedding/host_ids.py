@@ -14,7 +14,8 @@ from .forms import Ints
 class HostIds:
     """The ids of one batch.
 
-    Host tensors are not copied: they must not change before the batch's forward.
+    Host tensors are not copied: they must not change before the batch's forward. Tensors of a GPU are copied when
+    somebody is going to read them; a forward whose batch was prefetched only looks at sizes.
 
     Args:
         ids: One tensor a slot, of any shape, int64 or int32, on the CPU or a GPU.
@@ -27,11 +28,16 @@ class HostIds:
     def __init__(self, ids: Sequence[Tensor]) -> None:
         self.tensors = [each.detach().reshape(-1) for each in ids]
         self.sizes = [len(each) for each in self.tensors]
-        self._host = [_to_host(each) for each in self.tensors]
+        self._host: list[Tensor] | None = None
         self._event: torch.cuda.Event | None = None
-        if any(each.is_cuda for each in self.tensors):
-            self._event = torch.cuda.Event(blocking=True)
-            self._event.record()
+
+    def begin(self) -> None:
+        """Begin to copy, behind what the current stream does; on the trainer's thread."""
+        if self._host is None:
+            self._host = [_to_host(each) for each in self.tensors]
+            if any(each.is_cuda for each in self.tensors):
+                self._event = torch.cuda.Event(blocking=True)
+                self._event.record()
 
     def wait(self) -> None:
         """Wait for copies from a GPU; for the thread that reads the ids."""
@@ -41,12 +47,14 @@ class HostIds:
     @property
     def arrays(self) -> list[Ints]:
         """One array a slot, int64, once `wait` is back."""
+        assert self._host is not None, "begun before it is read"
         return [np.asarray(each.numpy(), dtype=np.int64) for each in self._host]
 
     def equal(self, other: HostIds) -> bool:
         """Whether both hold the same ids. Synchronises when they came from a GPU."""
-        self.wait()
-        other.wait()
+        for each in (self, other):
+            each.begin()
+            each.wait()
         return self.sizes == other.sizes and all(map(np.array_equal, self.arrays, other.arrays))
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Sgd:
         check_number("lr", self.lr)
 
     def width(self, state: str, columns: int) -> int:
-        """Columns of a state; 0 means one number a row."""
-        raise KeyError(state)
+        """Columns of a state, for tables of so many columns; 0 means one number a row."""
+        raise KeyError(f"no state '{state}' of {columns} columns")
 
     def apply(self, weights: Tensor, gradients: Tensor, states: list[Tensor], stamp: Stamp) -> tuple[Tensor, ...]:
         """New weights and states. Shapes [n, D], [n, D], none."""
@@ -194,7 +197,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         param_groups: One a group of tables; "params" are this rank's weights, "names" the tables' names.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], engine: Engine) -> None:
+        self._engine = engine
         super().__init__(groups, {})
 
     def step(self, closure: Any = None) -> Any:
@@ -203,6 +207,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients of tables are never kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and steps by table, hyperparameters by group of tables; applies deferred updates first."""
+        from .checkpoint import export_optimizer
+
+        return export_optimizer(self._engine)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, on any number of ranks where values are DTensors.
+
+        Raises:
+            ValueError: It is of other tables, or of another optimizer.
+        """
+        from .checkpoint import load_optimizer
+
+        load_optimizer(self._engine, state_dict)
 
 
 def check_number(name: str, value: float) -> None:

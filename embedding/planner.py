@@ -74,7 +74,7 @@ class Batch:
 
 
 class Planner:
-    """This rank's side of the id plane.
+    """The id plane, as the trainer's thread sees it.
 
     Args:
         transport: A channel of its own, for host memory.
@@ -142,6 +142,7 @@ class Planner:
 
     def _submit(self, batch: Batch, job: Callable[[Batch], object]) -> Batch:
         self.check()
+        batch.ids.begin()
         work = self._work
 
         def guarded() -> None:
@@ -251,7 +252,7 @@ class _Work:
         """Slot, place and value of the first id that its table does not have."""
         for i, (slot, each) in enumerate(zip(self._slots, ids, strict=True)):
             rows = self._layouts[slot.group].tables[slot.table].num_embeddings
-            if len(each) and not (0 <= each.min() and each.max() < rows):
+            if len(each) and not (each.min() >= 0 and each.max() < rows):
                 place = int(np.flatnonzero((each < 0) | (each >= rows))[0])
                 return [i, place, int(each[place])]
         return None

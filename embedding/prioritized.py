@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..transport import Transport
 from .engine import Engine
 from .features import FeatureReader
-from .optimizer import FusedOptimizer, GradScale, Optimizer
+from .optimizer import GradScale, Optimizer
+from .table_module import EngineModule
 from .tables import read_config
 
 
-class PrioritizedEmbeddingCollection(nn.Module):
+class PrioritizedEmbeddingCollection(EngineModule):
     """Embedding tables sharded by rows, with the interface of torchrec's `EmbeddingCollection`.
 
     Rows that two consecutive batches share are updated and sent at once; all others travel while the model computes.
@@ -39,6 +40,7 @@ class PrioritizedEmbeddingCollection(nn.Module):
         grad_scale: What the loss is multiplied with: a GradScaler, or a function that returns it; taken out of the
             gradients before the update. Rows with a gradient that is not finite are left as they are, and counted.
         seed: Of the weights. The same tables come out on any number of ranks.
+        process_group: The ranks, for DTensors in state_dicts; None: the default group where it has the same ranks.
 
     Raises:
         ValueError: No tables, two of one name, a feature of two tables, an optimizer missing.
@@ -72,15 +74,14 @@ class PrioritizedEmbeddingCollection(nn.Module):
         gradient_division: bool = True,
         grad_scale: GradScale | torch.amp.GradScaler | None = None,
         seed: int = 0,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        self._configs = list(configs)
-        tables = [read_config(config) for config in self._configs]
-        self._reader = FeatureReader(tables)
-        self._ids = ids
-        self._engine = Engine(
+        given = list(configs)
+        tables = [read_config(config) for config in given]
+        reader = FeatureReader(tables)
+        engine = Engine(
             tables,
-            [self._reader.pairs],
+            [reader.pairs],
             transport,
             optimizer,
             device=torch.device("cpu" if device is None else device),
@@ -91,7 +92,10 @@ class PrioritizedEmbeddingCollection(nn.Module):
             gradient_division=gradient_division,
             grad_scale=grad_scale,
             seed=seed,
+            process_group=process_group,
         )
+        super().__init__(engine, {f"embeddings.{table.name}.weight": table.name for table in tables})
+        self._configs, self._reader, self._ids = given, reader, ids
 
     def prefetch(self, upcoming: Any) -> None:
         """Plan an upcoming batch: find its distinct ids and what it shares with the batch before. Returns at once.
@@ -133,24 +137,6 @@ class PrioritizedEmbeddingCollection(nn.Module):
         else:
             rows = self._engine.evaluate(ids, [0])[0]
         return self._reader.wrap(features, rows)
-
-    def flush(self) -> None:
-        """Apply what is deferred. `state_dict()` and forwards without gradients do it by themselves."""
-        self._engine.flush()
-
-    def close(self) -> None:
-        """End the collection's threads and channels, after what is under way. May be called twice."""
-        self._engine.close()
-
-    @property
-    def fused_optimizer(self) -> FusedOptimizer:
-        """The tables' optimizer, for schedulers and checkpoints."""
-        return self._engine.optimizer
-
-    @property
-    def num_skipped_rows(self) -> Tensor:
-        """Row updates left out because a gradient was not finite, on this rank. Shape [], int64."""
-        return sum((count for shard in self._engine.shards for count in shard.skipped), torch.zeros(()).long())
 
     def embedding_configs(self) -> list[Any]:
         """The tables, as given."""
