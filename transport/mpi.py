@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ _LARGEST_COUNT = 2**31 - 1  # MPI 3 counts and displacements are C ints
 _BLOCK_BYTES = 2**30
 _LONGEST_NAP_S = 0.001
 _SHORTEST_NAP_S = 0.00002
+_FIRST_NAP_BESIDE_S = 0.00025
 
 
 def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -73,14 +75,18 @@ class MpiWire:
     size_check: SizeCheck = "if asked"
 
     def __init__(self, parting: Parting, berth: _Berth, check_sizes: bool) -> None:
+        from mpi4py import MPI
+
+        self._error_type = MPI.Exception
         self._parting, self._berth = parting, berth
         self._trusts_sizes = not check_sizes
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
         """See `Wire.begin`."""
         del sequence  # the communicator counts for itself
-        gathers = self._trusts_sizes and exchange.operation == "all_gather" and len(exchange.target) <= _LARGEST_COUNT
-        return self._berth.note(_MpiTicket(exchange, self._berth.communicators[purpose], self._parting, gathers))
+        gathers = self._trusts_sizes and exchange.operation == "all_gather" and exchange.target.nbytes <= _LARGEST_COUNT
+        communicator = self._berth.communicators[purpose]
+        return self._berth.note(_MpiTicket(exchange, communicator, self._parting, gathers, self._error_type))
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
@@ -116,7 +122,8 @@ class _Berth:
 
     def note(self, ticket: _MpiTicket) -> _MpiTicket:
         """Count what is begun here."""
-        self._under_way = [*(each for each in self._under_way if not each.done), ticket]
+        self._under_way = [each for each in self._under_way if not each.done]
+        self._under_way.append(ticket)
         self._num_begun += 1
         return ticket
 
@@ -156,15 +163,20 @@ class _Berth:
 class _MpiTicket:
     """One non-blocking collective. MPI's own wait spins and has no deadline, so this one tests and naps."""
 
-    def __init__(self, exchange: Exchange, communicator: MPI.Intracomm, parting: Parting, gathers: bool) -> None:
-        from mpi4py import MPI
-
-        self._error_type = MPI.Exception
+    def __init__(
+        self,
+        exchange: Exchange,
+        communicator: MPI.Intracomm,
+        parting: Parting,
+        gathers: bool,
+        error_type: type[MPI.Exception],
+    ) -> None:
+        self._error_type = error_type
         self._parting = parting
         self._datatypes: list[MPI.Datatype] = []
         try:
             self._request = self._gather(exchange, communicator) if gathers else self._exchange(exchange, communicator)
-        except MPI.Exception as error:
+        except error_type as error:
             raise _translate(error) from error
         self.done = False
         # MPI works on this memory until it is done, whatever becomes of us.
@@ -200,16 +212,19 @@ class _MpiTicket:
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
+        # Each look of another thread takes the interpreter from the trainer's, so such a thread naps for long from the
+        # first time on. Peers that let us wait for long are busy themselves. Whoever waits has just polled.
+        alone = threading.current_thread() is threading.main_thread()
+        nap_s, share = (_SHORTEST_NAP_S, 16) if alone else (_FIRST_NAP_BESIDE_S, 4)
         started = time.monotonic()
-        nap_s = _SHORTEST_NAP_S
-        while not self.poll():
+        waited_s = 0.0
+        while waited_s < seconds:
+            time.sleep(min(nap_s, seconds - waited_s))
+            if self.poll():
+                return True
             waited_s = time.monotonic() - started
-            if waited_s >= seconds:
-                return False
-            # Each look takes the interpreter from the trainer. Peers that let us wait for long are busy themselves.
-            time.sleep(nap_s)
-            nap_s = min(nap_s * 2, max(_LONGEST_NAP_S, waited_s / 16))
-        return True
+            nap_s = min(nap_s * 2, max(_LONGEST_NAP_S, waited_s / share))
+        return False
 
     def missing(self) -> None:
         """A collective does not tell."""
