@@ -6,6 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,9 +72,13 @@ class Inputs:
     world_size: int
 
     def __post_init__(self) -> None:
-        self.host_ranges = list(zip(self.starts.tolist(), self.sizes.tolist(), strict=True))
         self.lengths32, self.rows32 = self.lengths.int().reshape(-1), self.rows.int()
         self.block_sizes = torch.full((1,), BLOCK, dtype=torch.int64, device=self.values.device)
+
+    @cached_property
+    def host_ranges(self) -> list[tuple[int, int]]:
+        """Ranges as numbers, which loops get for nothing."""
+        return list(zip(self.starts.tolist(), self.sizes.tolist(), strict=True))
 
 
 BLOCK = 1 << 20  # rows of a table that one owner holds, where ids are bucketized
@@ -131,7 +136,7 @@ def result_bytes(inputs: Inputs) -> int:
 
 
 def ways(case: Case) -> dict[str, Way]:
-    """Every way to do the operation, by name; "loop", "vectorised" and "ours" exist always."""
+    """Every way to do the operation, by name; those of loops begin with "loop", FBGEMM's with its name."""
     found = {**_PLAIN[case.operation], "ours": _OURS[case.operation]}
     if importlib.util.find_spec("fbgemm_gpu") is not None:
         import fbgemm_gpu  # noqa: F401 - registers torch.ops.fbgemm
@@ -150,12 +155,23 @@ def expected(case: Case, inputs: Inputs) -> Tensor:
     return reference.dispatch_ranges(inputs.values, inputs.starts, inputs.sizes)
 
 
-def _loop_gather(inputs: Inputs) -> Result:
+def _loop_concatenating(inputs: Inputs) -> Result:
+    """Slice sample by sample, then concatenate: the paper's words for what PyTorch users write."""
     values = inputs.values
     return (torch.cat([values[start : start + size] for start, size in inputs.host_ranges]),)
 
 
-def _loop_scatter(inputs: Inputs) -> Result:
+def _loop_copying(inputs: Inputs) -> Result:
+    """Copy range by range into the send buffer."""
+    packed, at = torch.empty_like(inputs.values), 0
+    for start, size in inputs.host_ranges:
+        packed[at : at + size] = inputs.values[start : start + size]
+        at += size
+    return (packed,)
+
+
+def _loop_scattering(inputs: Inputs) -> Result:
+    """Copy piece by piece to its place."""
     combined, at = torch.empty_like(inputs.values), 0
     for start, size in inputs.host_ranges:
         combined[start : start + size] = inputs.values[at : at + size]
@@ -251,12 +267,13 @@ def _fbgemm_bucketize(inputs: Inputs) -> Result:
     return values, lengths, places
 
 
+_LOOPS: dict[str, Way] = {"loop, cat": _loop_concatenating, "loop, copies": _loop_copying}
 _PLAIN: dict[str, dict[str, Way]] = {
-    "permute": {"loop": _loop_gather, "vectorised": _vectorised_permute},
-    "dispatch": {"loop": _loop_gather, "vectorised": _vectorised_gather},
-    "combine": {"loop": _loop_scatter, "vectorised": _vectorised_scatter},
-    "transpose": {"loop": _loop_gather, "vectorised": _vectorised_permute},
-    "bucketize": {"loop": _loop_bucketize, "vectorised": _vectorised_bucketize},
+    "permute": {**_LOOPS, "vectorised": _vectorised_permute},
+    "dispatch": {**_LOOPS, "vectorised": _vectorised_gather},
+    "combine": {"loop, copies": _loop_scattering, "vectorised": _vectorised_scatter},
+    "transpose": {**_LOOPS, "vectorised": _vectorised_permute},
+    "bucketize": {"loop, cat": _loop_bucketize, "vectorised": _vectorised_bucketize},
 }
 _OURS: dict[str, Way] = {
     "permute": lambda i: permute_jagged(i.values, i.lengths, i.rows, i.total),

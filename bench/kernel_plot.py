@@ -13,7 +13,10 @@ except ImportError as error:
     raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
 
 if TYPE_CHECKING:
-    from .kernels import Outcome
+    from .kernel_report import Outcome
+
+
+_NAMES = ("loop, cat", "loop, copies", "vectorised", "FBGEMM", "ours", "copy")
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -36,7 +39,10 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         figure.suptitle(f"{rows} rows, {lengths} lengths, 16 samples a rank")
         panels = figure.subplots(1, len(operations), sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, operations, strict=True):
-            lines = {name: _line(shown, operation, name) for name in ("loop", "vectorised", "FBGEMM", "ours", "copy")}
+            lines = {
+                name: _line(shown, operation, name)
+                for name in ("loop, cat", "loop, copies", "vectorised", "FBGEMM", "ours", "copy")
+            }
             for name, line in lines.items():
                 if line:
                     axes.loglog(list(line), list(line.values()), marker="o", label=name, base=2)

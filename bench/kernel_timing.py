@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,16 +15,32 @@ Call = Callable[[], object]
 
 _REPEATS = 5
 _BUDGET_S = 0.05  # what one measurement may take, about
+_LONG_BUDGET_S = 0.4  # where few calls take more than that
 
 
 def call_ms(calls: Sequence[Call], device: str) -> float:
-    """Milliseconds of a call when calls follow each other, the host's work included; inputs rotate over `calls`."""
+    """Median milliseconds of a call when calls follow each other, the host's work included; inputs rotate over `calls`.
+
+    The garbage collector is off, as in `timeit`: a loop over thousands of tensors starts it at times of its own.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    once = _elapsed(calls, 1, wait)
-    rounds = max(1, min(50, int(_BUDGET_S / _REPEATS / max(once, 1e-6) / len(calls))))
-    if once > _BUDGET_S:
-        return once * 1e3
-    return statistics.median(_elapsed(calls, rounds, wait) for _ in range(_REPEATS)) * 1e3
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        once = _elapsed(calls[:1], 1, wait)
+        calls = affordable(calls, once)
+        longest = _LONG_BUDGET_S if once > _BUDGET_S / _REPEATS else _BUDGET_S
+        repeats = max(3, min(_REPEATS, int(longest / once / len(calls))))
+        rounds = max(1, min(50, int(_BUDGET_S / repeats / max(once, 1e-6) / len(calls))))
+        return statistics.median(_elapsed(calls, rounds, wait) for _ in range(repeats)) * 1e3
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def affordable(calls: Sequence[Call], call_s: float) -> Sequence[Call]:
+    """As many of the calls as one round may hold, two at least: slow calls need no rotation over a cache."""
+    return calls[: max(2, int(_BUDGET_S / max(call_s, 1e-6)))]
 
 
 def _elapsed(calls: Sequence[Call], rounds: int, wait: Call) -> float:
@@ -36,12 +53,13 @@ def _elapsed(calls: Sequence[Call], rounds: int, wait: Call) -> float:
     return (time.perf_counter() - begin) / (rounds * len(calls))
 
 
-def device_ms(calls: Sequence[Call]) -> float | None:
+def device_ms(calls: Sequence[Call], call_s: float) -> float | None:
     """Milliseconds of a call on the GPU alone, from replays of a CUDA graph; None if the call synchronises.
 
-    The results of a round are kept, so that outputs rotate as inputs do.
+    The results of a round are kept, so that outputs rotate as inputs do. `call_s` is what a call takes, about.
     """
-    rounds = max(1, 16 // len(calls))
+    calls = affordable(calls, call_s)
+    rounds = max(1, 16 // len(calls)) if call_s * 16 < _BUDGET_S else 1
     graph = _captured(calls, rounds)
     if graph is None:
         return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,21 +14,21 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .environment import environment
 from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
 from .kernel_cases import ways as ways_of
+from .kernel_report import Outcome, Report
 from .kernel_timing import call_ms, device_ms
-from .tables import Table, print_table, write_result
+from .stopping import Stopping
 
 _EPILOG = """examples:
-  python -m freescale.bench.kernels --plot figure7.png        on a GPU: everything, some minutes
+  python -m freescale.bench.kernels --plot figure7.png        on a GPU: everything, five minutes
   python -m freescale.bench.kernels --quick                   half a minute, also without a GPU
   python -m freescale.bench.kernels --operation dispatch --rows int64 --world-size 32 512
 
 Every output is compared with the plain PyTorch definition before it is timed. Inputs rotate over more memory than the
 GPU's caches hold. "device" times are of CUDA graph replays; "call" times, the only ones of the loop,
-include the host. Ctrl-C ends the measurements and keeps what was measured.
-On a CPU all are call times on one thread."""
+include the host; all are medians. Ctrl-C and SIGTERM end the measurements and keep what was measured; files are also
+written after every case. On a CPU all are call times on one thread."""
 
 _WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _OTHER_WORLD_SIZES = (512, 1024)  # where lengths are not uniform
@@ -37,27 +36,6 @@ _MEAN_LENGTH = {"int32": 1000, "int64": 1000, "fp16x128": 64, "fp32x128": 64}
 _LONG_WORLD_SIZES = (8, 64)
 _ROTATED_BYTES = 250e6
 _CPU_ROTATED_BYTES = 64e6
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One way to do one case; `device_ms` is None where the way synchronises or runs on a CPU."""
-
-    operation: str
-    rows: str
-    lengths: str
-    world_size: int
-    megabytes: float
-    way: str
-    correct: bool
-    call_ms: float | None
-    device_ms: float | None
-    remark: str = ""
-
-    @property
-    def ms(self) -> float | None:
-        """The device's time where it is known, otherwise the call's."""
-        return self.call_ms if self.device_ms is None else self.device_ms
 
 
 def measure(case: Case, device: str, *, loop: bool = True) -> list[Outcome]:
@@ -69,7 +47,7 @@ def measure(case: Case, device: str, *, loop: bool = True) -> list[Outcome]:
     right = expected(case, first)
     outcomes = [_copy(case, sets, device)]
     for name, way in ways_of(case).items():
-        if loop or name != "loop":
+        if loop or not name.startswith("loop"):
             outcomes.append(_outcome(case, name, way, sets, right, device))
     return outcomes
 
@@ -98,10 +76,10 @@ def _timed(
     case: Case, name: str, sets: Sequence[Inputs], calls: Sequence[Callable[[], object]], device: str
 ) -> Outcome:
     place = (case.operation, case.rows, case.lengths, case.world_size, result_bytes(sets[0]) / 1e6, name)
-    if name == "loop":
-        calls = calls[:1]
+    if name.startswith("loop"):
+        return Outcome(*place, True, call_ms(calls[:1], device), None)
     host = call_ms(calls, device)
-    return Outcome(*place, True, host, device_ms(calls) if device == "cuda" and name != "loop" else None)
+    return Outcome(*place, True, host, device_ms(calls, host / 1e3) if device == "cuda" else None)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -116,45 +94,6 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         for cut in (8000, 21000) if operation == "bucketize" else ():
             for world_size in _LONG_WORLD_SIZES:
                 yield Case(operation, "int64", f"long {cut}", world_size, 0)
-
-
-def _table(title: str, device: str) -> Table:
-    unit = "device ms" if device == "cuda" else "ms"
-    columns = [
-        "lengths, ranks",
-        "MB",
-        "loop ms",
-        f"vectorised {unit}",
-        f"FBGEMM {unit}",
-        f"ours {unit}",
-        f"copy {unit}",
-    ]
-    columns += ["loop / ours", "FBGEMM / ours", "copy / ours"]
-    return Table(title, columns + (["FBGEMM call ms", "ours call ms"] if device == "cuda" else []))
-
-
-def _add(table: Table, outcomes: Sequence[Outcome]) -> None:
-    by_way = {outcome.way: outcome for outcome in outcomes if outcome.correct}
-    rivals = [outcome for name, outcome in by_way.items() if name.startswith("FBGEMM")]
-    if rivals:
-        by_way["FBGEMM"] = min(rivals, key=lambda outcome: outcome.ms or 0.0)
-    times = {name: by_way[name].ms if name in by_way else None for name in _NAMES}
-    ours, first = times["ours"], outcomes[0]
-    ratios = [
-        f"{time / ours:.{digits}f}" if time and ours else "-"
-        for time, digits in ((times["loop"], 0), (times["FBGEMM"], 1), (times["copy"], 2))
-    ]
-    cells = [f"{first.lengths}, {first.world_size}", f"{first.megabytes:.1f}", *map(_ms, times.values()), *ratios]
-    if len(table.columns) > len(cells):
-        cells += [_ms(by_way[name].call_ms) if name in by_way else "-" for name in ("FBGEMM", "ours")]
-    table.add(*cells)
-
-
-_NAMES = ("loop", "vectorised", "FBGEMM", "ours", "copy")
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.2f}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="every world size for every kind of lengths, not for uniform ones alone")
     add("--quick", action="store_true", help="few world sizes, int64 and fp32x128 rows, uniform and giant lengths")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    add("--no-loop", action="store_true", help="leave out the loop, which takes most of the time")
+    add("--no-loop", action="store_true", help="leave out the loops, which take most of the time")
+    add("--minutes", type=float, default=math.inf, metavar="M", help="start no case later (default: no limit)")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file")
     add("--plot", type=Path, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -202,64 +142,21 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         from .kernel_plot import draw  # before the work, so that a missing library shows at once
     if options.device == "cpu":
         torch.set_num_threads(1)
-    outcomes: list[Outcome] = []
-    tables: dict[str, Table] = {}
-    interrupted = False
-    try:
-        for case in _cases(options):
-            loop = not options.no_loop and case.lengths not in LENGTHS[1:]
-            found = measure(case, options.device, loop=loop)
-            outcomes += found
-            title = f"{case.operation}, {case.rows} rows, {options.device}"
-            if title not in tables:
-                for table in list(tables.values())[-1:]:
-                    print_table(table, console)
-                tables[title] = _table(title, options.device)
-            _add(tables[title], found)
-            _save(options.json, outcomes)
-    except KeyboardInterrupt:
-        interrupted = True
-    for table in list(tables.values())[-1:]:
-        print_table(table, console)
-    notes = _notes(outcomes) + ["Interrupted: not all cases were measured."] * interrupted
-    for note in notes:
-        console.print(note, soft_wrap=True, highlight=False)
-    _save(options.json, outcomes)
-    if options.plot is not None:
-        draw(outcomes, options.plot)
-    if options.results is not None:
-        name = f"kernels-{options.device}"
-        write_result(options.results, name, "Jagged kernels", _environment(), [*tables.values(), *notes])
-
-
-def _environment() -> dict[str, str]:
-    return environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))
-
-
-def _save(path: Path | None, outcomes: Sequence[Outcome]) -> None:
-    if path is not None:
-        found = {"environment": _environment(), "outcomes": [asdict(outcome) for outcome in outcomes]}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _notes(outcomes: Sequence[Outcome]) -> list[str]:
-    notes = []
-    if importlib.util.find_spec("fbgemm_gpu") is None:
-        notes.append("FBGEMM is not installed: its columns are left out.")
-    failed = sorted({f"{o.way}, {o.rows} rows: {o.remark}" for o in outcomes if not o.correct})
-    best: dict[str, int] = {}
-    for place in {(o.operation, o.rows, o.lengths, o.world_size) for o in outcomes}:
-        rivals = [
-            o for o in outcomes
-            if (o.operation, o.rows, o.lengths, o.world_size) == place and o.correct and o.way.startswith("FBGEMM")
-        ]  # fmt: skip
-        if rivals:
-            way = min(rivals, key=lambda o: o.ms or 0.0).way
-            best[way] = best.get(way, 0) + 1
-    if best:
-        counts = ", ".join(f"{way} in {count}" for way, count in sorted(best.items()))
-        notes.append(f"The FBGEMM column is the fastest of its operators in each row: {counts}.")
-    return notes + [f"Left out: {text}" for text in failed]
+    report = Report(options.device, console, options.json, options.results)
+    until = time.monotonic() + options.minutes * 60
+    with Stopping() as stopping:
+        try:
+            for case in _cases(options):
+                if time.monotonic() > until or stopping.requested:
+                    stopping.requested = True
+                    break
+                loop = not options.no_loop and case.lengths not in LENGTHS[1:]
+                report.add(measure(case, options.device, loop=loop))
+        except KeyboardInterrupt:  # the second one: in the midst of a case
+            stopping.requested = True
+        report.close(interrupted=stopping.requested)
+        if options.plot is not None and report.outcomes:
+            draw(report.outcomes, options.plot)
 
 
 if __name__ == "__main__":
