@@ -8,6 +8,8 @@ the values of a binary array.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -39,20 +41,45 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtype:
     total = int(sizes.sum())
     if total == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(_gather(addresses, sizes, total), dtype=dtype, count=total // dtype.itemsize)
+    base = int(addresses.min())
+    taken = _gather(base, addresses - base, sizes, total)
+    return torch.frombuffer(taken, dtype=dtype, count=total // dtype.itemsize)
 
 
-def _gather(addresses: NDArray[np.int64], sizes: NDArray[np.int64], total: int) -> pa.Buffer:
-    """Copy ranges into a buffer of Arrow's; `total` is the sum of the sizes, over 0."""
-    n = len(addresses)
+def gather_rows(values: Tensor, starts: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> Tensor:
+    """Copy ranges of rows, one after the other, into a new tensor.
+
+    Args:
+        values: Contiguous. Shape [L, ...], any dtype.
+        starts: First row of each range, checked. Shape [n], int64.
+        lengths: Rows of each range, checked. Shape [n], int64.
+        count: `lengths.sum()`.
+
+    Returns:
+        Shape [count, ...].
+
+    Example:
+        >>> gather_rows(torch.arange(9), np.array([7, 0]), np.array([2, 3]), 5).tolist()
+        [7, 8, 0, 1, 2]
+    """
+    width = math.prod(values.shape[1:])
+    size = values.element_size() * width
+    if size == 0 or count == 0:
+        return values.new_empty((count, *values.shape[1:]))
+    taken = _gather(values.data_ptr(), starts * size, lengths * size, count * size)
+    rows = torch.frombuffer(taken, dtype=values.dtype, count=count * width)
+    return rows if values.dim() == 1 else rows.view(count, *values.shape[1:])
+
+
+def _gather(base: int, begins: NDArray[np.int64], sizes: NDArray[np.int64], total: int) -> pa.Buffer:
+    """Copy ranges that begin so many bytes behind `base` into a buffer of Arrow's; `total`, their bytes, is over 0."""
+    n = len(begins)
     # Values 0, 2, 4, … of the array are the ranges; the values between them span from the end of one range to the
     # start of the next, may be negative, and are never taken. Arrow reserves (mean value length * values taken) bytes,
     # so the last offset is set to make that estimate right.
-    base = int(addresses.min())
     offsets = np.empty((n + 1, 2), dtype=np.int64)
-    starts = offsets[:n, 0]
-    np.subtract(addresses, base, out=starts)
-    np.add(starts, sizes, out=offsets[:n, 1])
+    offsets[:n, 0] = begins
+    np.add(begins, sizes, out=offsets[:n, 1])
     first = offsets[0, 0]
     offsets[n] = first, first + total * (2 * n + 1) // n + 256
     buffers = [None, pa.py_buffer(offsets), pa.foreign_buffer(base, _REACH)]
