@@ -25,7 +25,7 @@ from .protocol.protocol import Protocol
 from .protocol.schema import Schema
 from .protocol.selection import Selection
 from .protocol.step import LocalBatch
-from .report import Report
+from .report import LossScaled, Report
 from .source import ReplayedSource, Source, check_share, source_of
 from .worker import End, Worker
 
@@ -128,6 +128,10 @@ class BalancedLoader(Generic[T]):
     def with_reports(self) -> Iterator[tuple[T, Report]]:
         """Iterate over (batch, report) pairs; the report has what the loss must be scaled by."""
         return self.start()
+
+    def with_loss_scale(self, column: str | None = None) -> LossScaled[T]:
+        """An iterable over (batch, `report.loss_scale(column)`) pairs, for trainers that take batches ahead."""
+        return LossScaled(self.with_reports, column)
 
     def __len__(self) -> int:
         """Batches of the wrapped loader on this rank. An epoch has as many steps as the rank with the most."""
