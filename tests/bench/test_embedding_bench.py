@@ -121,3 +121,14 @@ def test_weights_that_differ_are_a_fault() -> None:
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert embedding.main(["--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn_of_what_was_traced(tmp_path: Path) -> None:
+    from freescale.bench.embedding_plot import draw
+
+    found = [*measured("sdd", [[10.0]], exposed=4.5), *measured("prioritized", [[9.0]], exposed=0.5)]
+    path = tmp_path / "found.png"
+    draw(Report(SIZES, found, [], []), path)
+    assert path.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="cannot write"):
+        draw(Report(SIZES, found, [], []), tmp_path / "absent" / "found.png")

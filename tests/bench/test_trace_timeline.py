@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from freescale.bench import trace_report
 from freescale.bench.trace_timeline import clip, length, read_events, step_times, subtract, union
 
 TRAINER, AUTOGRAD, POLLER = 1, 2, 3
@@ -192,3 +193,22 @@ def test_a_trace_is_read_from_a_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     assert len(read_events(path)) == 6
+
+
+def test_the_report_says_where_the_time_goes_and_names_what_is_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script()
+    script.kernel("gemm", 0, 400, MAIN)
+    script.kernel("ncclDevKernel_SendRecv", 400, 50, WIRE, "freescale: late rows")
+    script.runtime("cudaStreamSynchronize", 110, 150)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": script.events}))
+    assert trace_report.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "3 steps of 1.00 ms: computing 0.40, bubble 0.60 = exposed traffic 0.05" in said
+    assert "late rows: 0.05 exposed of 0.05 ms" in said
+    assert "trainer thread: cudaStreamSynchronize x 1, 0.15 ms" in said
+    assert trace_report.main(["--json", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["traffic"]["late rows"]["calls"] == 1
+    assert trace_report.main([str(tmp_path / "absent.json")]) == 2
