@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from freescale.kernels import combine_ranges, dispatch_ranges, ops, permute_jagged, reference, transpose_keyed
 
@@ -72,6 +75,33 @@ def test_operators_keep_their_contracts(device: str) -> None:
         torch.library.opcheck(packet.default, arguments)
         plain = ([tensor.detach() for tensor in arguments[0]], *arguments[1:])
         torch.library.opcheck(packet.plain, plain)
+
+
+def test_modes_see_the_operators_that_calls_otherwise_pass_by() -> None:
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Noting():  # type: ignore[no-untyped-call]  # its base class has no types
+        permute_jagged(torch.arange(6), LENGTHS, ROWS)
+    assert seen[-1] == "freescale::permute_jagged.plain"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        moved = dispatch_ranges(torch.empty(6, 3), OVERLAPPING, LENGTHS, 6)
+    assert isinstance(moved, FakeTensor)
+    assert moved.shape == (6, 3)
+    traced = make_fx(lambda v: combine_ranges(v, STARTS, LENGTHS, 10))(torch.arange(6))
+    assert "freescale.combine_ranges.plain" in traced.code
+
+
+def test_subclasses_of_tensors_see_the_operators() -> None:
+    class Marked(Tensor):
+        pass
+
+    marked = torch.arange(6).as_subclass(Marked)
+    assert type(dispatch_ranges(marked, OVERLAPPING, LENGTHS, 6)) is Marked
 
 
 def test_a_compiled_function_takes_sizes_that_it_does_not_know() -> None:
