@@ -1,0 +1,159 @@
+"""Puts simulated steps beside measured ones, before anything is extrapolated from them (paper, section 5.2)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .embedding_report import Report
+from .embedding_settings import Cell, Sizes
+from .simulate_network import CLUSTERS, Cluster
+from .simulate_step import TECHNIQUES, Model, StepLoad, Technique, simulate
+from .simulate_traffic import Traffic
+from .tables import Table
+
+_LINKS = {"nvlink": "nvlink_pair", "shared memory": "shared_memory", "sockets": "sockets"}
+_CONTENDERS = {
+    "base": "TorchRec",
+    "sdd": "TorchRec, SDD",
+    "sdd_dedup": "TorchRec, SDD, ids deduplicated",
+    "prioritized": "prioritized only",
+}
+_NO_SIZES = Sizes(batch_size=0, num_rows=0, dim=0, width=0, num_layers=0, median=0)  # what a report reads needs none
+_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One contender in one workload over one link, measured and simulated.
+
+    Attributes:
+        link: What NCCL ran over.
+        workload: For people.
+        technique: What the trainer did.
+        world_size: Ranks.
+        compute_ms: Measured, and taken from the measurement.
+        measured_ms: The bubble: a step without its computing.
+        simulated_ms: The same, simulated.
+    """
+
+    link: str
+    workload: str
+    technique: str
+    world_size: int
+    compute_ms: float
+    measured_ms: float
+    simulated_ms: float
+
+    @property
+    def step_error(self) -> float:
+        """By how much the simulated step is too long, as a share of the measured one."""
+        measured = self.compute_ms + self.measured_ms
+        return (self.simulated_ms - self.measured_ms) / measured if measured else 0.0
+
+
+def compare(path: Path) -> list[Comparison]:
+    """Simulate what bench.embedding has measured, with the same rows and the computing that it found.
+
+    Raises:
+        ValueError: Not readable, or nothing in it was traced: bubbles are read from traces.
+    """
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text())["found"]
+        report = Report(_NO_SIZES, found, [], [])
+        compared = [
+            each for link in report.links() for cell in report.cells(link) for each in _cell(report, link, cell)
+        ]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what bench.embedding writes: {type(error).__name__}: {error}") from error
+    if not compared:
+        raise ValueError(f"{path} has no traced step of {', '.join(_CONTENDERS)} to compare with")
+    return compared
+
+
+def _cell(report: Report, link: str, cell: Cell) -> list[Comparison]:
+    load = next(iter(report.of_kind("workload", link=link, cell=vars(cell))), None)
+    if load is None:
+        return []
+    world_size = len(load["tables"][0]["remote_requests"])
+    cluster = replace(CLUSTERS[_LINKS[link]], **({} if link == "sockets" else {"gpus_per_host": world_size}))
+    compared = []
+    for contender in report.contenders(link, cell):
+        measured = report.measured(link, cell, contender)
+        if contender in _CONTENDERS and measured.parts:
+            technique = next(t for t in TECHNIQUES if t.name == _CONTENDERS[contender])
+            compute_ms = measured.parts["compute_ms"]
+            bubble_ms = simulated_bubble_ms(technique, compute_ms, load, cluster)
+            bubble = measured.parts["bubble_ms"]
+            compared.append(Comparison(link, cell.title, technique.name, world_size, compute_ms, bubble, bubble_ms))
+    return compared
+
+
+def simulated_bubble_ms(technique: Technique, compute_ms: float, load: dict[str, Any], cluster: Cluster) -> float:
+    """Bubble of a step whose computing is known.
+
+    Args:
+        technique: What the trainer does.
+        compute_ms: Measured computing, with whatever slows it: nothing is added for contention.
+        load: A record "workload" of bench.embedding: collisions of each table, and bytes of urgent traffic.
+        cluster: What it ran on.
+    """
+    tables = load["tables"]
+    world_size = len(tables[0]["remote_requests"])
+    remote = sum(sum(each["remote_requests"]) for each in tables)
+    dim = round(load["urgent_bytes"] * world_size / (8 * remote)) if remote else 128
+    traffic = _traffic(tables, world_size)
+    step = StepLoad(np.full(world_size, compute_ms / 1e3), traffic, np.zeros(world_size), 1)
+    found, _ = simulate(technique, [step] * _STEPS, cluster, Model(row_bytes=4 * dim, contention=0.0))
+    return found.bubble_ms
+
+
+def _traffic(tables: Sequence[dict[str, Any]], world_size: int) -> Traffic:
+    """Rows of all tables together, alike on all ranks, as bench.embedding makes them."""
+    occurrences = sum(each["num_occurrences"] for each in tables) / world_size
+    asked = sum(each["num_requests"] for each in tables) / world_size
+    urgent = sum(each["requests"] * each["num_requests"] for each in tables) / world_size
+    of = {"occurrences": occurrences, "asked": asked, "served": asked, "late": urgent, "late_served": urgent}
+    of |= {"urgent": urgent, "urgent_served": urgent}
+    return Traffic(**{name: np.full(world_size, float(value)) for name, value in of.items()}, real=True)
+
+
+def comparison_table(compared: Sequence[Comparison]) -> Table:
+    """Show both, and how far they are apart."""
+    heads = [
+        "link, workload, technique",
+        "ranks",
+        "computing ms",
+        "bubble, measured",
+        "bubble, simulated",
+        "step off %",
+    ]
+    table = Table("Simulated beside measured", heads)
+    for each in compared:
+        table.add(
+            f"{each.link}, {each.workload}, {each.technique}",
+            str(each.world_size),
+            f"{each.compute_ms:.1f}",
+            f"{each.measured_ms:.2f}",
+            f"{each.simulated_ms:.2f}",
+            f"{100 * each.step_error:+.1f}",
+        )
+    return table
+
+
+def said(compared: Sequence[Comparison]) -> str:
+    """Say how far the simulation is off."""
+    steps = [abs(each.step_error) for each in compared]
+    bubbles = [abs(each.simulated_ms - each.measured_ms) for each in compared]
+    middle, most = 100 * statistics.median(steps), 100 * max(steps)
+    return (
+        f"Checked against {len(compared)} measured steps: a simulated step is off by {middle:.1f} % in the median and "
+        f"{most:.1f} % at most; a bubble by {statistics.median(bubbles):.2f} ms in the median and {max(bubbles):.2f} "
+        "ms at most."
+    )
