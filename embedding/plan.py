@@ -152,7 +152,7 @@ class GroupPlan:
         return Values(count_by(chosen, self.sent), count_by(chosen_rows, self.received), rows)
 
     def _gradients(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Gradients:
-        owned = find_occurrences(self.rows[chosen_rows])
+        owned = find_occurrences(self.rows[chosen_rows], in_runs=True)
         return Gradients(
             sent=count_by(chosen, self.sent),
             received=count_by(chosen_rows, self.received),
