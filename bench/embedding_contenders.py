@@ -180,6 +180,12 @@ def _torchrec(
 ) -> Trainer:
     """Shard every table row-wise with the fused kernel, and put the dense part under DistributedDataParallel."""
     tables = wrap(EmbeddingCollection(tables=setup.configs(), device=torch.device("meta")))
+    sharded = shard_row_wise(setup, Recommender(tables, setup.tower()), sharder)
+    return PipelineTrainer(sharded, pipeline(sharded, setup.dense_optimizer(sharded), setup.device), feed)
+
+
+def shard_row_wise(setup: Setup, model: nn.Module, sharder: Any) -> nn.Module:
+    """Shard every table of a model by rows, with the fused kernel; the rest is put under DistributedDataParallel."""
     row_wise = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
         topology=Topology(
@@ -188,10 +194,10 @@ def _torchrec(
         batch_size=setup.batch_size,
         constraints={config.name: row_wise for config in setup.configs()},
     )
-    model = Recommender(tables, setup.tower())
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     sharded = DistributedModelParallel(model, device=setup.device, plan=plan, sharders=[sharder])
-    return PipelineTrainer(sharded, pipeline(sharded, setup.dense_optimizer(sharded), setup.device), feed)
+    assert isinstance(sharded, nn.Module)
+    return sharded
 
 
 def _ours(setup: Setup, feed: Feed, synchronous: bool) -> Trainer:

@@ -1,4 +1,4 @@
-"""Starts the ranks of bench.embedding again and again from one process that has imported everything once (beside 5.2).
+"""Starts the ranks of a bench again and again from one process that has imported everything once (beside 5.2).
 
 NCCL reads how it shall connect once a process, so every link needs new ones; importing TorchRec takes longer than what
 many of them measure. This process imports it, touches no GPU, and forks the ranks of one launch after the other.
@@ -7,6 +7,7 @@ many of them measure. This process imports it, touches no GPU, and forks the ran
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch then counts GPUs without touching the driver
 
-from .embedding_settings import Settings
 from .torchrec_versions import run_without_gpu, supply_moved_modules
 
 _GRACE_S = 3.0  # for the other ranks to say what they saw when one has failed
@@ -32,12 +32,11 @@ def main() -> None:
         run_without_gpu()
     import torchrec
 
-    from .embedding_rank import run_rank
-
+    run_rank = importlib.import_module(f"{__package__}.{sys.argv[2]}").run_rank
     _answer(ready=torchrec.__version__, supplied=supplied)
     for line in sys.stdin:
         path, port = Path(line.strip()), _free_port()
-        world_size = Settings.load(path).world_size
+        world_size = json.loads(path.read_text())["world_size"]
         started = time.time()
         how = "fork" if _driver_untouched() else "spawn"
         context: Any = multiprocessing.get_context(how)

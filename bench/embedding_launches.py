@@ -1,4 +1,4 @@
-"""Runs the launches of bench.embedding and collects what the ranks wrote, and their traces (section 5.2)."""
+"""Runs the launches of a bench and collects what the ranks wrote, and their traces (section 5.2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .embedding_settings import Settings
 from .launch import LaunchError, tracebacks
 
 _START_S = 180.0  # importing TorchRec, on a machine that has just been started
+
+
+class Saved(Protocol):
+    """Settings of a launch: what they are is between the command and its ranks, but for "world_size"."""
+
+    def save(self, path: Path) -> None:
+        """Write them to a file, as a JSON object."""
 
 
 class Launcher:
@@ -27,19 +33,20 @@ class Launcher:
         device: "cuda" or "cpu".
         folder: For its log.
         packages: A folder of packages that go before the installed ones.
+        ranks: Module of this folder whose `run_rank(path, rank, port)` is a rank.
 
     Attributes:
         torchrec: Version of TorchRec there.
         supplied: Modules that FBGEMM lacks for that version, given from older ones.
     """
 
-    def __init__(self, device: str, folder: Path, packages: Path | None = None) -> None:
+    def __init__(self, device: str, folder: Path, packages: Path | None = None, ranks: str = "embedding_rank") -> None:
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if packages is not None:
             environment["PYTHONPATH"] = os.pathsep.join([str(packages), *filter(None, [environment.get("PYTHONPATH")])])
         self._log = folder / f"launcher-{'installed' if packages is None else 'other'}.log"
-        command = [sys.executable, "-W", "ignore", "-m", "freescale.bench.embedding_fork", device]
+        command = [sys.executable, "-W", "ignore", "-m", "freescale.bench.embedding_fork", device, ranks]
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
@@ -59,7 +66,7 @@ class Launcher:
         said = self._answer(_START_S)
         self.torchrec, self.supplied = said["ready"], said["supplied"]
 
-    def run(self, settings: Settings, folder: Path, timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
+    def run(self, settings: Saved, folder: Path, timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
         """Run one launch.
 
         Args:
@@ -124,17 +131,23 @@ def read_found(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_traces(found: list[dict[str, Any]], keep: Path | None = None, num_processes: int | None = None) -> None:
+def read_traces(
+    found: list[dict[str, Any]],
+    keep: Path | None = None,
+    num_processes: int | None = None,
+    reader: str = "freescale.bench.trace_report",
+) -> None:
     """Replace the paths of traces by what they say, in place, several at a time.
 
     Args:
         found: What ranks recorded.
         keep: Folder for the traces of rank 0; others, and all without one, are removed.
         num_processes: How many to read at once; by default as many as there are cores, at most 16.
+        reader: Module that prints what the trace at a path says, with `--json`.
     """
     traces = [each for each in found if each["kind"] == "trace"]
     with ThreadPoolExecutor(num_processes or min(16, len(os.sched_getaffinity(0)))) as pool:
-        for each, times in zip(traces, pool.map(_read_trace, [Path(t["path"]) for t in traces]), strict=True):
+        for each, times in zip(traces, pool.map(lambda t: _read_trace(Path(t["path"]), reader), traces), strict=True):
             path = Path(each.pop("path"))
             each.update(times)
             if keep is not None and each["rank"] == 0:
@@ -143,9 +156,9 @@ def read_traces(found: list[dict[str, Any]], keep: Path | None = None, num_proce
                 path.unlink()
 
 
-def _read_trace(path: Path) -> dict[str, Any]:
+def _read_trace(path: Path, reader: str) -> dict[str, Any]:
     """Read a trace in a process of its own: they are large, and reading is plain Python."""
-    command = [sys.executable, "-m", "freescale.bench.trace_report", "--json", str(path)]
+    command = [sys.executable, "-m", reader, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"fault": done.stderr.strip()}

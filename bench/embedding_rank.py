@@ -204,13 +204,13 @@ def _resident_bytes() -> int:
 
 
 @contextmanager
-def _group(settings: Settings, rank: int, port: int) -> Iterator[None]:
+def process_group(link: str, device_type: str, world_size: int, rank: int, port: int) -> Iterator[None]:
     """Enter the process group of all ranks, over a link."""
-    os.environ.update(LINKS[settings.link])
+    os.environ.update(LINKS[link])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(settings.world_size), LOCAL_WORLD_SIZE=str(settings.world_size))
-    if settings.device == "cuda":
-        torch.set_num_threads(max(1, min(8, len(os.sched_getaffinity(0)) // settings.world_size)))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    if device_type == "cuda":
+        torch.set_num_threads(max(1, min(8, len(os.sched_getaffinity(0)) // world_size)))
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timedelta(seconds=_DEADLINE_S))
@@ -228,5 +228,5 @@ def run_rank(path: Path, rank: int, port: int) -> None:
     os.environ["RANK"] = str(rank)
     with rank_main(path):
         settings = Settings.load(path)
-        with _group(settings, rank, port):
+        with process_group(settings.link, settings.device, settings.world_size, rank, port):
             Rank(settings, path.parent, rank).run()
