@@ -51,7 +51,9 @@ def check(setup: Callable[[int], Setup], settings: Settings, rank: int) -> list[
         feed = Feed()
         feed.use(ring)
         try:
-            trained[name] = _train(BUILDERS[name](small, feed), small.dim)
+            trainer = BUILDERS[name](small, feed)
+            trained[name] = _train(trainer, small.dim)
+            trainer.close()
         except Exception:  # the others can still be compared, and timed
             failed.append({"contender": name, "fault": traceback.format_exc()})
         gc.collect()

@@ -92,6 +92,9 @@ class Trainer(Protocol):
     def step(self) -> Tensor:
         """Train on the next batch and return the loss, without waiting for it."""
 
+    def close(self) -> None:
+        """End threads and channels."""
+
 
 class Recommender(nn.Module):
     """Tables and the dense part behind them.
@@ -127,6 +130,9 @@ class PipelineTrainer:
         """See `Trainer.step`."""
         loss: Tensor = self._pipeline.progress(self._feed)
         return loss
+
+    def close(self) -> None:
+        """See `Trainer.close`: there are none."""
 
 
 def _base(setup: Setup, feed: Feed) -> Trainer:

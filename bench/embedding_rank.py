@@ -55,8 +55,11 @@ class Rank:
                 self._measure(cell, trainers, num_tables, first=number == 0)
             if self._settings.pace.memory_steps and "prioritized" in trainers:
                 self._watch_memory(trainers["prioritized"], num_tables)
+            for trainer in trainers.values():
+                trainer.close()
             trainers.clear()
             self._tidy()
+        self._transport.close()
 
     def _setup(self, num_tables: int) -> Setup:
         sizes = self._settings.sizes

@@ -51,6 +51,10 @@ class PrioritizedLoop:
         assert isinstance(detached, Tensor)
         return detached
 
+    def close(self) -> None:
+        """See `Trainer.close`."""
+        self.tables.close()
+
     def _copy(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         """Copy a batch to the device beside the model; returns it with the event after which it is there."""
         if self._copies is None:

@@ -11,11 +11,11 @@ import torch
 
 _MOVED = {
     "fbgemm_gpu.tbe.monitoring": ["fbgemm_gpu.runtime_monitor", "fbgemm_gpu.tbe_input_multiplexer"],
-    "fbgemm_gpu.tbe.config.embedding_config": ["fbgemm_gpu.split_table_batched_embeddings_ops_common"],
     "fbgemm_gpu.tbe.config": [
         "fbgemm_gpu.split_table_batched_embeddings_ops_common",
         "fbgemm_gpu.split_table_batched_embeddings_ops_training",
     ],
+    "fbgemm_gpu.tbe.config.embedding_config": ["fbgemm_gpu.split_table_batched_embeddings_ops_common"],
 }
 
 
