@@ -82,6 +82,8 @@ class StagedPipeline:
             `loss_scale` makes gradients right: `lambda scores, batch, report: … .sum() * report.loss_scale("label")`.
         metrics: Called with what the model returned, the batch and the report, after the optimizer's step.
         grad_scaler: A `torch.amp.GradScaler`; scales the loss, unscales and steps the optimizer, and is updated.
+        prepare: Makes what the model takes of what the loader gave and the report: a batch class of the user's, with
+            the scale of its loss, say. Runs in data loading, in host memory.
         ids: What the modules' `prefetch` gets: for each module's name a function of the batch, or one function for
             all. Without it the batch itself, as modules made by `freescale.embedding.prioritize` expect it.
         device: Where the model is; taken from its parameters by default.
@@ -120,6 +122,7 @@ class StagedPipeline:
         loss_fn: LossFunction | None = None,
         metrics: Callable[[Any, Any, Report | None], object] | None = None,
         grad_scaler: Any = None,
+        prepare: Callable[[Any, Report | None], Any] | None = None,
         ids: Ids | Mapping[str, Ids] | None = None,
         device: torch.device | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -134,6 +137,7 @@ class StagedPipeline:
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.device = device or _device_of(model)
         self._loss_fn, self._metrics, self._scaler = loss_fn, metrics, grad_scaler
+        self._prepare = prepare
         self._balanced = balanced_loader(loader)
         self._stopwatch = Stopwatch(self.device, clock)
         self._staged: deque[_Staged] = deque()
@@ -237,6 +241,8 @@ class StagedPipeline:
     def _stage(self, entry: Any, before: dict[str, Any] | None) -> _Staged:
         report = None if self._balanced is None else self._balanced.last_report
         batch = entry[0] if isinstance(self._iterator, BalancedIterator) else entry
+        if self._prepare is not None:
+            batch = self._prepare(batch, report)
         if self.model.training:
             for name, module, ids_of in self._prefetching:
                 with record_function(f"freescale.prefetch {name}"):

@@ -184,6 +184,22 @@ def test_a_model_may_return_its_own_loss(form: str) -> None:
     assert_same_weights(own, other)
 
 
+def test_a_batch_is_prepared_before_anything_sees_it() -> None:
+    calls: list[str] = []
+    model = Model(calls)
+
+    def double(batch: JaggedBatch, report: Report | None) -> JaggedBatch:
+        assert report is not None
+        calls.append(f"prepare {report.step}")
+        return JaggedBatch.concat([batch, batch])
+
+    loader = balance(Batches(2), connect("local"), "uih")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outputs = list(StagedPipeline(model, optimizer, loader, loss_fn=loss_of, prepare=double))
+    assert [len(output["scores"]) for output in outputs] == [8, 8]
+    assert calls == ["prepare 0", "prefetch 0", "prepare 1", "prefetch 1", "forward 0", "forward 1"]
+
+
 class Ticks:
     """A clock that stands still unless it is told."""
 

@@ -1,0 +1,129 @@
+"""Batches of bench.end_to_end: uneven histories as a loader gives them, and as models take them (section 5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from ..balancer import Column, JaggedBatch, Report
+from .embedding_batch import features
+from .embedding_workload import Workload
+
+HISTORY, LABEL = "history", "label"
+
+
+@dataclass
+class Batch(Pipelineable):  # type: ignore[misc]  # torchrec is not checked
+    """What a rank trains on in a step.
+
+    Attributes:
+        ids: Keyed by the one feature.
+        starts: First id of every history, and their number. Shape [batch_size + 1], int32.
+        labels: One an id. Shape [num_ids], float32.
+        longest: Length of the longest history.
+        scale: Of the mean loss over this rank's ids, so that the average over ranks is the mean over all.
+    """
+
+    ids: KeyedJaggedTensor
+    starts: Tensor
+    labels: Tensor
+    longest: int
+    scale: float
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """Copy to a device."""
+        moved = [each.to(device, non_blocking=non_blocking) for each in (self.ids, self.starts, self.labels)]
+        return Batch(*moved, self.longest, self.scale)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until a stream is done with it."""
+        for each in (self.ids, self.starts, self.labels):
+            each.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        """Copy to pinned memory; what is there stays."""
+        pinned = [each.pin_memory() for each in (self.ids, self.starts, self.labels)]
+        return Batch(*pinned, self.longest, self.scale)
+
+
+def batch_of(columns: JaggedBatch, global_ids: int, world_size: int) -> Batch:
+    """Make what models take of what loaders give.
+
+    Args:
+        columns: This rank's samples.
+        global_ids: Ids of all ranks' samples.
+        world_size: Ranks.
+    """
+    history = columns[HISTORY]
+    keyed = KeyedJaggedTensor(features(1), history.values, lengths=history.levels[0]).sync()
+    longest = int(history.levels[0].max()) if columns.batch_size else 0
+    scale = len(history.values) * world_size / global_ids
+    return Batch(keyed, history.offsets.int(), columns[LABEL].values, longest, scale)
+
+
+def balanced_batch(columns: JaggedBatch, report: Report | None) -> Batch:
+    """Make what models take of a balanced batch."""
+    assert report is not None
+    return batch_of(columns, round(report.world_size / report.loss_scale(HISTORY)), report.world_size)
+
+
+@dataclass
+class Ring:
+    """A rank's batches of consecutive steps, again and again without end, as a DataLoader would give them.
+
+    Attributes:
+        steps: Each is a batch in host memory.
+        global_ids: Of each step, ids of all ranks.
+        world_size: Ranks.
+    """
+
+    steps: list[JaggedBatch]
+    global_ids: list[int]
+    world_size: int
+    pinned: bool = False
+    _ready: list[Batch] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[JaggedBatch]:
+        while True:
+            yield from self.steps
+
+    def ready(self) -> Iterator[Batch]:
+        """The same as models take them, made once."""
+        if not self._ready:
+            made = (batch_of(b, n, self.world_size) for b, n in zip(self.steps, self.global_ids, strict=True))
+            self._ready = [batch.pin_memory() if self.pinned else batch for batch in made]
+        while True:
+            yield from self._ready
+
+
+def make_ring(workload: Workload, num_steps: int, rank: int, world_size: int, pinned: bool) -> Ring:
+    """Deal global batches to ranks at random.
+
+    Every step has the same lengths over all ranks together, in another order, so that steps are alike and ranks are
+    not; as uneven as independent samples are, or a little less.
+
+    Args:
+        workload: Of all ranks as one: its batch size is that of the global batch.
+        num_steps: Different global batches.
+        rank: This rank.
+        world_size: Ranks.
+        pinned: Whether `ready` gives batches in pinned memory.
+    """
+    share = workload.batch_size // world_size
+    ring = Ring([], [], world_size, pinned)
+    for step in range(num_steps):
+        lengths, ids = workload.lengths(step, 0), workload.global_ids(step)[0]
+        ends = lengths.cumsum(0)
+        mine = slice(rank * share, (rank + 1) * share)
+        begin = int(ends[rank * share - 1]) if rank else 0
+        values = ids[begin : int(ends[mine.stop - 1])].clone()
+        labels = (values * 2_654_435_761 % 1000 < 300).float()  # of the id, so that there is something to learn
+        columns = {HISTORY: Column(values, (lengths[mine].clone(),)), LABEL: Column(labels, (lengths[mine].clone(),))}
+        ring.steps.append(JaggedBatch(columns, share))
+        ring.global_ids.append(int(ends[-1]))
+    return ring

@@ -1,0 +1,156 @@
+"""What bench.end_to_end compares: TorchRec's pipelines, each of our techniques alone, and both (section 5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from ..balancer import BalancedLoader, JaggedBatch, StagedPipeline, WorldSamples, balance, greedy_batch_size
+from .embedding_contenders import Setup, shard_row_wise
+from .embedding_model import SequenceTower
+from .end_to_end_batch import HISTORY, Batch, Ring, balanced_batch
+
+
+class Recommender(nn.Module):
+    """Tables and the dense part behind them.
+
+    Args:
+        tables: An EmbeddingCollection, or what stands for one.
+        tower: The dense part.
+    """
+
+    def __init__(self, tables: nn.Module, tower: SequenceTower) -> None:
+        super().__init__()
+        self.tables, self.tower = tables, tower
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Give this rank's share of the global loss, and the same without its graph."""
+        loss = self.tower(self.tables(batch.ids), batch.starts, batch.labels, batch.longest) * batch.scale
+        return loss, loss.detach()
+
+
+class Contender:
+    """A model in a pipeline; trains on one ring of batches after the other.
+
+    Args:
+        setup: What all contenders share.
+        model: What is trained.
+        pipeline: Has `progress(iterator)`.
+        is_balanced: Whether batches are balanced.
+        prepares: Whether the pipeline itself makes batches of what a balanced loader gives.
+
+    Attributes:
+        waited_s: How long each balanced batch was waited for, since `use`.
+    """
+
+    def __init__(self, setup: Setup, model: nn.Module, pipeline: Any, *, is_balanced: bool, prepares: bool) -> None:
+        self.model, self._setup, self._pipeline = model, setup, pipeline
+        self._is_balanced, self._prepares = is_balanced, prepares
+        self._iterator: Iterator[Any] | None = None
+        self.loader: BalancedLoader[JaggedBatch] | None = None
+        self.waited_s: list[float] = []
+
+    def use(self, ring: Ring) -> None:
+        """Train on other batches from now on. Collective."""
+        self.leave()
+        self.waited_s = []
+        if not self._is_balanced:
+            self._iterator = ring.ready()
+            return
+        on_gpu = self._setup.device.type == "cuda"
+        by_operations = greedy_batch_size(cost=Operations(self._setup.width))
+        self.loader = balance(ring, self._setup.transport, HISTORY, by_operations, pin_memory=on_gpu)
+        pairs = self.loader.with_reports()
+        self._iterator = pairs if self._prepares else (balanced_batch(*pair) for pair in pairs)
+
+    def leave(self) -> None:
+        """Stop balancing. Collective."""
+        if self.loader is not None:
+            self.loader.close()
+        self.loader, self._iterator = None, None
+
+    def step(self) -> Tensor:
+        """Train on the next batch and return this rank's share of the loss, without waiting for it."""
+        loss: Tensor = self._pipeline.progress(self._iterator)
+        if self.loader is not None and self.loader.last_report is not None:
+            self.waited_s.append(self.loader.last_report.exposed_seconds)
+        return loss
+
+
+class Operations:
+    """What a history costs the tower: 24 width² operations an id in matrix products, 2 width for each pair of ids.
+
+    Args:
+        width: Of the tower.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(self, world: WorldSamples) -> Tensor:
+        """Cost of each sample, in ids of a short history. Shape [N], float64."""
+        lengths = world.uih_lengths.double()
+        return lengths + lengths.square() / (12 * self._width)
+
+
+def _base(setup: Setup) -> Contender:
+    return _torchrec(setup, TrainPipelineBase, is_balanced=False)
+
+
+def _sdd(setup: Setup) -> Contender:
+    return _torchrec(setup, TrainPipelineSparseDist, is_balanced=False)
+
+
+def _balanced(setup: Setup) -> Contender:
+    return _torchrec(setup, TrainPipelineSparseDist, is_balanced=True)
+
+
+def _prioritized(setup: Setup) -> Contender:
+    return _ours(setup, is_balanced=False)
+
+
+def _freescale(setup: Setup) -> Contender:
+    return _ours(setup, is_balanced=True)
+
+
+BUILDERS: dict[str, Callable[[Setup], Contender]] = {
+    "base": _base,
+    "sdd": _sdd,
+    "balanced": _balanced,
+    "prioritized": _prioritized,
+    "freescale": _freescale,
+}
+
+
+def _torchrec(setup: Setup, pipeline: Any, *, is_balanced: bool) -> Contender:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": setup.learning_rate, "eps": 1e-8}
+    tables = EmbeddingCollection(tables=setup.configs(), device=torch.device("meta"))
+    model = shard_row_wise(setup, Recommender(tables, setup.tower()), EmbeddingCollectionSharder(fused))
+    made = pipeline(model, setup.dense_optimizer(model), setup.device)
+    return Contender(setup, model, made, is_balanced=is_balanced, prepares=False)
+
+
+def _ours(setup: Setup, *, is_balanced: bool) -> Contender:
+    from ..embedding import PrioritizedEmbeddingCollection, RowwiseAdagrad
+
+    tables = PrioritizedEmbeddingCollection(
+        setup.configs(),
+        setup.transport.channel("tables"),
+        optimizer=RowwiseAdagrad(lr=setup.learning_rate, eps=1e-8),
+        device=setup.device,
+        ids=lambda batch: batch.ids,
+    )
+    model = nn.parallel.DistributedDataParallel(
+        Recommender(tables, setup.tower()), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+    )
+    prepare = balanced_batch if is_balanced else None
+    pipeline = StagedPipeline(model, setup.dense_optimizer(model), device=setup.device, prepare=prepare)
+    return Contender(setup, model, pipeline, is_balanced=is_balanced, prepares=True)

@@ -1,0 +1,44 @@
+"""`python -m freescale.bench.straggler_trace TRACE…`: a step's time on average, and compute step by step (section 5.1).
+
+Ranks that wait for each other do so in another direction at every step; averages over steps do not show it. So the
+compute time of every single step is told too, for whoever has the traces of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .trace_timeline import read_events, step_times
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 2 when a trace cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m freescale.bench.straggler_trace", description=__doc__)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of torch.profiler, one a rank")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a trace (there is no other form)")
+    options = parser.parse_args(arguments)
+    try:
+        for path in options.traces:
+            sys.stdout.write(json.dumps(_read(path)) + "\n")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    events = read_events(path)
+    times = step_times(events)
+    last = times.num_steps + 3
+    single = [step_times(events, skip_first=step, skip_last=last - step - 1) for step in range(2, last - 1)]
+    return asdict(times) | {"compute_by_step": [each.compute_ms for each in single]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
