@@ -40,6 +40,8 @@ class Adapter(Generic[BatchT]):
             ValueError: Structure, dtype or trailing shape differ from the first batch's, or batch sizes between
                 fields; names the field and both sides.
         """
+        if isinstance(batch, JaggedBatch) and self._takes_as_it_is(batch):
+            return batch
         parts = Parts()
         self._root.flatten(batch, parts)
         joined, batch_size = parts.joined()
@@ -47,6 +49,21 @@ class Adapter(Generic[BatchT]):
         if isinstance(self._root, BatchLeaf):  # checked when it was made
             return JaggedBatch.of_checked(columns, batch_size)
         return JaggedBatch(columns, batch_size)
+
+    def _takes_as_it_is(self, batch: JaggedBatch) -> bool:
+        """Whether the batch itself is the columns, which a look at each column tells."""
+        if not (isinstance(self._root, BatchLeaf) and self._root.is_the_batch):
+            return False
+        columns = batch.columns
+        if len(columns) != len(self.schema):
+            return False
+        for (name, column), (wanted, first) in zip(columns.items(), self.schema.items(), strict=True):
+            values = column.values
+            if name != wanted or values.dtype != first.dtype or len(column.levels) != first.depth:
+                return False
+            if values.shape[1:] != first.shape:
+                return False
+        return True
 
     def restore(self, columns: JaggedBatch) -> BatchT:
         """Put a batch together. Dense (but for channels-last), jagged and nested fields share memory with `columns`."""

@@ -244,6 +244,7 @@ class BatchLeaf(Node):
     """A JaggedBatch: as the batch itself, or as a field of it."""
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
+        self.is_the_batch = not path
         self._path = path
         self._names = tuple(names)
 
@@ -259,7 +260,7 @@ class BatchLeaf(Node):
 
     @override
     def restore(self, batch: JaggedBatch) -> JaggedBatch:
-        if not self._path and batch.names == self._names:
+        if self.is_the_batch and batch.names == self._names:
             return batch
         columns = {name: batch[below(self._path, name)] for name in self._names}
         return JaggedBatch.of_checked(columns, batch.batch_size)

@@ -9,6 +9,7 @@ world size, counts differ by at most one. Plans are computed by numpy in float64
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Self, overload
 
 import numpy as np
@@ -82,7 +83,8 @@ class GreedyBatchSize(FixedBatchSize):
 
     Samples are sorted by cost and cut into rows of `world_size`; rows are dealt by descending spread (largest minus
     smallest cost), so that the last rows even out what the first left; swaps help where the first row has a sample so
-    long that all other rows cannot. N log N, with a loop over rows only. With a cost that knows ranks of unequal speed,
+    long that all other rows cannot. From 16 ranks on, rows of like spread are merged while 32 are left to deal. N log
+    N, with a loop over rows only. With a cost that knows ranks of unequal speed,
     each rank draws its share of quantiles of the sorted costs instead, warped to what its speed can take, and swaps
     even out the rest: equal counts, but shorter samples on slower ranks.
 
@@ -166,6 +168,9 @@ class HomeBatchSize(FixedBatchSize):
 
 
 _CLOSE = 1e-4  # what greedy_batch_size leaves alone: 0.01 % straggler
+_FEW_RANKS = 16
+_LOAD = itemgetter(0)
+_FEWEST_DEALT = 32  # rows, one by one
 
 fixed_batch_size = FixedBatchSize()
 greedy_batch_size = GreedyBatchSize()
@@ -178,16 +183,65 @@ def _deal_rows(load: Workload) -> Ints:
     order = costliest_first(load.costs)
     rows = np.zeros((-(-num_samples // world_size), world_size))
     rows.ravel()[:num_samples] = load.costs[order]
+    widest_first = (rows[:, -1] - rows[:, 0]).argsort(kind="stable")
+    deal = _deal_to_few if world_size < _FEW_RANKS else _deal_merged
     dealt = np.empty(rows.shape, dtype=np.int64)
-    ranks, loads = np.arange(world_size), np.zeros(world_size)
-    for row in (rows[:, -1] - rows[:, 0]).argsort(kind="stable").tolist():
-        dealt[row] = ranks
-        loads += rows[row]
-        ascending = loads.argsort(kind="stable")
-        ranks, loads = ranks[ascending], loads[ascending]
+    dealt[widest_first] = deal(rows[widest_first])
     owner = np.empty(num_samples, dtype=np.int64)
     owner[order] = dealt.ravel()[:num_samples]
     return owner
+
+
+def _deal_to_few(rows: Floats) -> Ints:
+    """Give each row's costliest sample to the rank with the least load, row after row: [rows, ranks] to the ranks.
+
+    Sorts a list in Python: calls of NumPy take as long for few ranks, and each sort of theirs lets another thread in.
+    """
+    loads = [(0.0, rank) for rank in range(rows.shape[1])]
+    dealt: list[list[int]] = []
+    for row in rows.tolist():
+        dealt.append([rank for _, rank in loads])
+        loads = [(load + cost, rank) for (load, rank), cost in zip(loads, row, strict=True)]
+        loads.sort(key=_LOAD)
+    return np.array(dealt, dtype=np.int64).reshape(rows.shape)
+
+
+def _deal_merged(rows: Floats) -> Ints:
+    """As `_deal_to_few`, but rows beyond a number are merged first, each with its neighbour turned around.
+
+    What rows of like spread leave of each other is small, so few rows are left to deal one by one, and all are more
+    even in the end: the differencing of Karmarkar and Karp, for all pairs at once.
+    """
+    num_rows, world_size = rows.shape
+    if num_rows < 2 * _FEWEST_DEALT:
+        return _deal_one_by_one(rows)
+    pairs = num_rows // 2
+    even, odd = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    sums = rows[even] + rows[odd, ::-1]
+    places = (-sums).argsort(axis=1, kind="stable") + np.arange(pairs).reshape(-1, 1) * world_size
+    merged = np.concatenate([sums.ravel()[places], rows[2 * pairs :]])
+    widest_first = (merged[:, -1] - merged[:, 0]).argsort(kind="stable")
+    dealt = np.empty(merged.shape, dtype=np.int64)
+    dealt[widest_first] = _deal_merged(merged[widest_first])
+    back = np.empty(pairs * world_size, dtype=np.int64)
+    back[places] = dealt[:pairs]
+    ranks = np.empty(rows.shape, dtype=np.int64)
+    ranks[even] = back.reshape(pairs, world_size)
+    ranks[odd] = ranks[even][:, ::-1]
+    ranks[2 * pairs :] = dealt[pairs:]
+    return ranks
+
+
+def _deal_one_by_one(rows: Floats) -> Ints:
+    """As `_deal_to_few`, for many ranks."""
+    dealt = np.empty(rows.shape, dtype=np.int64)
+    ranks, loads = np.arange(rows.shape[1]), np.zeros(rows.shape[1])
+    for row, costs in zip(dealt, rows, strict=True):
+        row[:] = ranks
+        loads += costs
+        ascending = loads.argsort(kind="stable")
+        ranks, loads = ranks[ascending], loads[ascending]
+    return dealt
 
 
 def _equal_counts_at_home(world: WorldSamples, load: Workload) -> Ints:

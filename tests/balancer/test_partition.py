@@ -118,20 +118,33 @@ def test_greedy_gives_the_longest_sample_of_a_row_to_the_lightest_rank() -> None
     assert greedy_batch_size(world_of([3, 9, 4, 6, 5, 1], 2)).tolist() == [1, 0, 0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("batch_size", [64, 128])
-def test_greedy_deals_rows_by_spread_as_a_plain_loop_does(batch_size: int) -> None:
-    world = lognormal_world(32, batch_size)
+def deal_plainly(rows: list[list[tuple[int, list[int]]]], world_size: int) -> list[int]:
+    """Deal rows of (length, samples), longest first: merged in pairs while 32 are left, then one by one."""
+    rows = sorted(rows, key=lambda row: row[-1][0] - row[0][0])
+    while world_size >= 16 and len(rows) >= 64:
+        merged = []
+        for first, second in zip(rows[::2], rows[1::2], strict=False):
+            row = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+            merged.append(sorted(row, key=lambda part: -part[0]))
+        rows = sorted(merged + rows[2 * len(merged) :], key=lambda row: row[-1][0] - row[0][0])
+    ranks, loads = list(range(world_size)), [0] * world_size
+    owners: dict[int, int] = {}
+    for row in rows:
+        for (length, samples), rank in zip(row, ranks, strict=True):
+            owners |= dict.fromkeys(samples, rank)
+            loads[rank] += length
+        ranks.sort(key=loads.__getitem__)
+    return [owners[sample] for sample in sorted(owners)]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 64), (15, 128), (16, 63), (32, 64), (32, 101), (64, 128)])
+def test_greedy_deals_rows_by_spread_as_a_plain_loop_does(world_size: int, batch_size: int) -> None:
+    world = lognormal_world(world_size, batch_size)
     lengths = world.uih_lengths.tolist()
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
-    rows = [order[start : start + 32] for start in range(0, len(order), 32)]
-    rows.sort(key=lambda row: lengths[row[-1]] - lengths[row[0]])
-    ranks, loads, owner = list(range(32)), [0] * 32, [-1] * len(order)
-    for row in rows:
-        for sample, rank in zip(row, ranks, strict=True):
-            owner[sample] = rank
-            loads[rank] += lengths[sample]
-        ranks.sort(key=loads.__getitem__)
-    assert greedy_batch_size(world).tolist() == owner
+    parts = [(lengths[sample], [sample]) for sample in order]
+    rows = [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
+    assert greedy_batch_size(world).tolist() == deal_plainly(rows, world_size)
 
 
 @every
