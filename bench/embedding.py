@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         _complete(options)
+        if missing := [str(path) for path in options.read if not path.is_file()]:
+            raise ValueError(f"--read must name files, {', '.join(missing)} are none")
         if options.results is not None or options.plot is not None:
             from . import embedding_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
     except (ValueError, LaunchError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    started = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Report(_sizes(options), found=[], faults=[], notes=[])
-        _run(options, Path(folder), report, lambda line: _say(console, started, line))
+    if options.read:
+        report, about = read_runs(options.read)
+    else:
+        started, report = time.time(), Report(_sizes(options), found=[], faults=[], notes=[])
+        with tempfile.TemporaryDirectory() as folder:
+            _run(options, Path(folder), report, lambda line: _say(console, started, line))
+        about = environment(("torch", "torchrec", "fbgemm_gpu", "numpy"))
     for table in tables(report):
         print_table(table, console)
     for line in [*notes(report), *faults(report)]:
         console.print(line, markup=False)
-    _write(options, report, console)
+    _write(options, report, about, console)
     return 1 if faults(report) else 0
 
 
@@ -122,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
     add("--plot", type=Path, metavar="FILE", help="draw exposed traffic, as in Figure 9")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
+    add("--read", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing: report on what --json wrote")
     add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
@@ -138,7 +145,7 @@ def _complete(options: argparse.Namespace) -> None:
         raise ValueError(f"--traced must be at least 4, because three of the steps are left out, got {options.traced}")
     if options.pec_packages is not None and not (options.pec_packages / "torchrec").is_dir():
         raise ValueError(f"--pec-packages must be a folder with torchrec in it, {options.pec_packages} is not")
-    if options.device == "cuda":
+    if options.device == "cuda" and not options.read:
         import torch
 
         if torch.cuda.device_count() < options.ranks:
@@ -242,11 +249,26 @@ def _settings(options: argparse.Namespace, link: str, name: str, launch: int, un
     )
 
 
-def _write(options: argparse.Namespace, report: Report, console: Console) -> None:
+def read_runs(paths: Sequence[Path]) -> tuple[Report, dict[str, str]]:
+    """Put several runs together, the launches of one after those of the other.
+
+    Returns:
+        What they found, and where the first came from, with the commands of all.
+    """
+    runs = [json.loads(path.read_text()) for path in paths]
+    report = Report(Sizes(**runs[0]["sizes"]), found=[], faults=[], notes=[])
+    for run in runs:
+        before = 1 + max((each["launch"] for each in report.found), default=-1)
+        report.found += [{**each, "launch": each["launch"] + before} for each in run["found"]]
+        report.faults += run["faults"]
+        report.notes += [note for note in run["notes"] if note not in report.notes]
+    return report, {**runs[0]["environment"], "command": "; ".join(run["environment"]["command"] for run in runs)}
+
+
+def _write(options: argparse.Namespace, report: Report, about: dict[str, str], console: Console) -> None:
     """Write what was asked for."""
-    about = environment(("torch", "torchrec", "fbgemm_gpu", "numpy"))
     if options.json is not None:
-        everything = {"environment": about, "notes": report.notes, "faults": report.faults, "found": report.found}
+        everything = {"environment": about, **asdict(report)}
         options.json.write_text(json.dumps(everything, indent=1) + "\n")
         console.print(f"measurements: {options.json}")
     if options.results is not None:

@@ -229,7 +229,14 @@ def faults(report: Report) -> list[str]:
 
 def notes(report: Report) -> list[str]:
     """What the figures say of the goals, one line each."""
-    lines = [*report.notes, *found_checks(report.found), *_skipped(report)]
+    sizes = report.sizes
+    lines = [
+        f"{sizes.batch_size} samples a rank and step, tables of {sizes.num_rows:,} x {sizes.dim}, {sizes.num_layers} "
+        f"layers of {sizes.width} behind them",
+        *report.notes,
+        *found_checks(report.found),
+        *_skipped(report),
+    ]
     for link in report.links():
         for cell in report.cells(link):
             lines += _comparison(report, link, cell)

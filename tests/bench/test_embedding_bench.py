@@ -39,6 +39,10 @@ def test_a_dry_run_checks_and_times_all_contenders_and_writes_what_it_found(
     assert "ours, prioritized" in page
     assert "PEC: skipped" in page
     assert "memory over 20 steps" in page
+    both = tmp_path / "both.json"
+    assert embedding.main(["--device", "cpu", "--read", str(found), str(found), "--json", str(both)]) == 0
+    launches = [each["launch"] for each in json.loads(both.read_text())["found"] if each["kind"] == "check"]
+    assert launches == [0, 0, 1, 1]
 
 
 def record(kind: str, rank: int, launch: int = 0, link: str = "nvlink", **more: Any) -> dict[str, Any]:
@@ -116,6 +120,7 @@ def test_weights_that_differ_are_a_fault() -> None:
         (["--traced", "3"], "--traced must be at least 4"),
         (["--contenders", "sdd_dedup"], "sdd_dedup runs on GPUs only"),
         (["--pec-packages", "/nowhere"], "must be a folder with torchrec in it"),
+        (["--read", "/nowhere.json"], "--read must name files"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
