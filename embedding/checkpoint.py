@@ -95,7 +95,7 @@ def load_optimizer(engine: Engine, saved: dict[str, Any]) -> None:
     Raises:
         ValueError: Other tables, states or groups than those here.
     """
-    engine.discard()
+    engine.reset()
     if set(saved["state"]) != set(engine.table_of):
         raise ValueError(f"state must be of tables {sorted(engine.table_of)}, got {sorted(saved['state'])}")
     for table, (group, _) in engine.table_of.items():
@@ -133,7 +133,7 @@ def load_sharded(engine: Engine, folder: Path) -> None:
         FileNotFoundError: Files are missing.
         ValueError: Files of several saves, or of other tables.
     """
-    engine.discard()
+    engine.reset()
     steps: dict[str, set[int]] = {table: set() for table in engine.table_of}
     for path in _files(folder):
         saved = torch.load(path, mmap=True, weights_only=True)

@@ -190,7 +190,7 @@ class Engine:
         first = sum(len(each) for each in self.calls[:call])
         planned = running.batch.ids.tensors[first : first + len(ids)]
         return all(
-            each.is_cuda or one.is_cuda or torch.equal(each.reshape(-1), one)
+            each.is_cuda or one.is_cuda or torch.equal(each.reshape(-1).long(), one.long())
             for each, one in zip(ids, planned, strict=True)
         )
 
@@ -205,23 +205,27 @@ class Engine:
         if self._planner is not None:
             self._planner.check()
 
-    def discard(self) -> None:
-        """Forget rows that were fetched ahead; for those who have changed the weights."""
+    def reset(self) -> None:
+        """Forget batches that were prefetched, and rows that were fetched ahead; updates are applied first."""
         self.flush()
+        self._queue.clear()
+        self._running = False
         for context in self._contexts:
             context.discard()
 
     def close(self) -> None:
-        """End threads and channels."""
-        if self._planner is not None:
-            self.flush()
-            self._planner.close()
-            for lane in self._lanes:
-                lane.close()
+        """End threads and channels, also after a failure."""
+        if self._planner is None:
+            for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
+                channel.close()
+            return
+        self._planner.close()
+        for lane in self._lanes:
+            lane.close()
 
     def move(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply what `Module.to` applies."""
-        self.discard()
+        self.reset()
         for shard, settings in zip(self.shards, self.optimizer.param_groups, strict=True):
             shard.move(function)
             settings["params"] = self._param_group(shard)["params"]
@@ -248,7 +252,7 @@ class Engine:
             batch = planner.forward(ids, [])
         elif self._running:
             batch = self._queue.popleft()
-            self._check_sizes(batch.ids, ids)
+            self._check(batch.ids, ids)
         elif planner.all_agree(self._queue[0].ids.equal(ids)):
             batch = self._queue.popleft()
         else:
@@ -256,13 +260,17 @@ class Engine:
         self._running = bool(self._queue)
         return batch
 
-    def _check_sizes(self, prefetched: HostIds, given: HostIds) -> None:
+    def _check(self, prefetched: HostIds, given: HostIds) -> None:
+        """Refuse another batch. Ids in host memory are compared; for those on a GPU a fingerprint tells later."""
+        rule = "forward must get the batches that were prefetched, in their order (or reset() be called between)"
         for slot, expected, got in zip(self._slots, prefetched.sizes, given.sizes, strict=True):
             if expected != got:
                 raise EmbeddingError(
-                    f"forward must get the batches that were prefetched, in their order: feature '{slot.feature}' was "
-                    f"prefetched with {expected} ids, forward got {got}"
+                    f"{rule}: feature '{slot.feature}' was prefetched with {expected} ids, forward got {got}"
                 )
+        other = prefetched.find_difference(given)
+        if other is not None:
+            raise EmbeddingError(f"{rule}: feature '{self._slots[other].feature}' was prefetched with other ids")
 
     def _gather_call(self, batch: Batch, rows: Sequence[Tensor], call: int) -> list[Tensor]:
         places = self.calls[call]

@@ -50,6 +50,13 @@ class HostIds:
         assert self._host is not None, "begun before it is read"
         return [np.asarray(each.numpy(), dtype=np.int64) for each in self._host]
 
+    def find_difference(self, other: HostIds) -> int | None:
+        """The first slot in which both have other ids, of those whose ids came in host memory. Sizes are equal."""
+        for slot, (one, another) in enumerate(zip(self.tensors, other.tensors, strict=True)):
+            if not (one.is_cuda or another.is_cuda or torch.equal(one.long(), another.long())):
+                return slot
+        return None
+
     def equal(self, other: HostIds) -> bool:
         """Whether both hold the same ids. Synchronises when they came from a GPU."""
         for each in (self, other):

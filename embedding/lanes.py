@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..transport import Pending, Transport
 
 Job = Callable[[Transport], Pending | None]
+_PATIENCE_S = 2.0
 
 
 class Ticket(ABC):
@@ -98,7 +100,7 @@ class ThreadLane(Lane):
             target=_serve, args=(self._jobs, transport), name="freescale-embedding-background", daemon=True
         )
         thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, thread)
+        self._end = weakref.finalize(self, end_thread, self._jobs, thread, transport)
 
     def run(self, job: Job, *used: Tensor, after: Ticket | None = None) -> Ticket:
         """See `Lane.run`."""
@@ -152,13 +154,16 @@ def _serve(jobs: SimpleQueue[_ThreadTicket | None], transport: Transport) -> Non
         failed = ticket.execute(transport, failed)
         del ticket
         ticket = jobs.get()
-    transport.close()
 
 
-def _end(jobs: SimpleQueue[_ThreadTicket | None], thread: threading.Thread) -> None:
+def end_thread(jobs: SimpleQueue[Any], thread: threading.Thread, transport: Transport) -> None:
+    """Let a thread end what it has to do, then close its channel, which ends what it waits for."""
     jobs.put(None)
     if thread is not threading.current_thread():
-        thread.join(timeout=1.0)
+        thread.join(_PATIENCE_S)
+    transport.close()
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
 
 
 class StreamLane(Lane):

@@ -25,6 +25,7 @@ from .device_arrays import Upload
 from .errors import IdOutOfRange, OutOfStep
 from .forms import Bits, Ints, Layout
 from .host_ids import HostIds
+from .lanes import end_thread
 from .plan import GroupPlan, ask
 
 
@@ -95,11 +96,9 @@ class Planner:
     ) -> None:
         self._work = _Work(transport, layouts, slots, device, collides)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        thread = threading.Thread(
-            target=_run, args=(self._jobs, self._work), name="freescale-embedding-ids", daemon=True
-        )
+        thread = threading.Thread(target=_run, args=(self._jobs,), name="freescale-embedding-ids", daemon=True)
         thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, thread)
+        self._end = weakref.finalize(self, end_thread, self._jobs, thread, transport)
 
     def prefetch(self, ids: HostIds) -> Batch:
         """Plan the batch that follows the one planned last. Returns at once."""
@@ -158,19 +157,12 @@ class Planner:
         return batch
 
 
-def _run(jobs: SimpleQueue[Callable[[], None] | None], work: _Work) -> None:
+def _run(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     job = jobs.get()
     while job is not None:
         job()
         del job  # keeps a batch alive
         job = jobs.get()
-    work.transport.close()
-
-
-def _end(jobs: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join(timeout=1.0)
 
 
 class _Work:

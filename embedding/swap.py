@@ -37,6 +37,10 @@ class PrioritizedEmbeddings(EngineModule):
         self._find_ids = find_ids
         self.__dict__["_swapped"] = swapped  # not children: they are where the model has them
 
+    def forward(self, given: Any) -> Any:
+        """Hand on what it gets: the model may be a `Sequential`, which calls all it holds."""
+        return given
+
     def prefetch(self, upcoming: Any) -> None:
         """Plan an upcoming batch, before the forward of the current one; see the collection's `prefetch`.
 
@@ -266,21 +270,9 @@ def _replace(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
 
 def _install(model: nn.Module, engine: Engine, plans: list[_ModulePlan], swapped: list[SwappedModule]) -> nn.Module:
     """Add the module that stands for all tables, and have the model's forward begin and end an iteration."""
-    expected = [len(plan.calls) for plan in plans]
 
     def find_ids(batch: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        for plan, module, number in zip(plans, swapped, expected, strict=True):
-            got = plan.find_ids(batch)
-            if isinstance(module, SwappedCollection):
-                found += got
-                continue
-            if len(got) != number:
-                raise EmbeddingError(
-                    f"ids of '{module.name}' must be {number} tensor(s) for every batch, got {len(got)}"
-                )
-            found += got
-        return found
+        return [ids for plan in plans for ids in plan.find_ids(batch)]
 
     tables = PrioritizedEmbeddings(engine, find_ids, swapped)
     tables.train(model.training)

@@ -50,7 +50,7 @@ class TableModule(nn.Module):
         ours = {prefix + key: table for key, table in self._keys.items()}
         others = {key: value for key, value in state_dict.items() if key not in ours}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self._engine.discard()
+        self._engine.reset()
         for key, table in ours.items():
             if key not in state_dict:
                 missing_keys.append(key)
@@ -70,6 +70,13 @@ class EngineModule(TableModule):
     def flush(self) -> None:
         """Apply what is deferred. `state_dict()` and forwards without gradients do it by themselves."""
         self._engine.flush()
+
+    def reset(self) -> None:
+        """Forget batches that were prefetched, on every rank alike: for those who leave a loop before its end.
+
+        Deferred updates are applied. Loading a state_dict does it by itself.
+        """
+        self._engine.reset()
 
     def close(self) -> None:
         """End the tables' threads and channels, after what is under way. May be called twice."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from embedding_runs import Data, assert_equal, train
 from freescale.embedding import Adam, RowwiseAdagrad, Sgd, Table
 from freescale.transport import Transport, connect
+
+from embedding_runs import Data, assert_equal, train
 
 TABLES = [Table("item", 300, 128, ["clicked", "shown"]), Table("user", 5, 128), Table("shop", 90, 12)]
 
