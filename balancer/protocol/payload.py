@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...kernels.host_copy import gather_ranges
+from ...kernels.host_copy import gather_parts, gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
 from .schema import ColumnSchema, Layout, Schema
@@ -297,8 +297,8 @@ def _unpack_inner(
     names = [f"column {column.name!r}" for column, _ in layout.nested]
     counts = sums[layout.section_rows[:num_inner]]
     at, sizes = arrivals.read(names, counts, layout.entry_bytes[:num_inner], home)
-    for k, (column, j) in enumerate(layout.nested):
-        lengths = gather_ranges(at[k], sizes[k], torch.int64)
+    gathered = gather_parts(at, sizes, [torch.int64] * num_inner)
+    for k, ((column, j), lengths) in enumerate(zip(layout.nested, gathered, strict=True)):
         inner = lengths.numpy()[None]
         _checked(inner, [column])
         sums[len(layout.jagged) + k] = _sums(inner, sums[j].cumsum())
@@ -337,9 +337,8 @@ def _unpack_bodies(
     counts = sums[layout.section_rows[num_inner:]]
     names = [f"column {section.column.name!r}" for section in bodies]
     at, sizes = arrivals.read(names, counts, layout.entry_bytes[num_inner:], home)
-    columns: dict[str, Column] = {}
-    for section, count, starts, lengths in zip(bodies, counts.sum(axis=1).tolist(), at, sizes, strict=True):
-        column = section.column
-        flat = gather_ranges(starts, lengths, column.torch_dtype)
-        columns[column.name] = Column(_as_values(flat, column, count), levels.get(column.name, ()))
-    return columns
+    flats = gather_parts(at, sizes, [section.column.torch_dtype for section in bodies])
+    return {
+        section.column.name: Column(_as_values(flat, section.column, count), levels.get(section.column.name, ()))
+        for section, flat, count in zip(bodies, flats, counts.sum(axis=1).tolist(), strict=True)
+    }
