@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
 import os
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +14,17 @@ if not torch.cuda.is_available():
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+_left_out: list[pytest.Item] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.device_count() < 2:
+        _left_out.extend(item for item in items if item.get_closest_marker("gpus"))
+        items[:] = [item for item in items if not item.get_closest_marker("gpus")]
+        config.hook.pytest_deselected(items=_left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _left_out:
+        terminalreporter.write_line(f"{len(_left_out)} tests deselected, they need two CUDA GPUs")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .copy_options import CopyOptions
+    from .lane import HostTransport
     from .verbs import RdmaOptions
 
 _BACKENDS = ("local", "process_group", "mpi", "verbs", "copy_engine")
@@ -42,7 +43,8 @@ def connect(
         through: The ranks, for "verbs" and "copy_engine": a transport that connects them already, over which they tell
             each other their addresses, and which carries the host tensors of "copy_engine". It stays the caller's.
         rdma: How "verbs" uses the RDMA device; None means `RdmaOptions()`.
-        copies: How "copy_engine" copies; None means `CopyOptions()`.
+        copies: How CUDA tensors travel without NCCL: between the GPUs of a host as these say, between hosts by way of
+            pinned memory and the backend. None means `CopyOptions()`, but for "process_group" it means NCCL.
 
     Returns:
         A transport that shares no traffic with the group or communicator it was made from.
@@ -70,18 +72,19 @@ def connect(
     if backend == "process_group":
         from .process_group import connect_process_group
 
-        return connect_process_group(group, timeout_s, check_sizes)
+        return _with_copies(connect_process_group(group, timeout_s, check_sizes), copies)
     if backend == "mpi":
         from .mpi import connect_mpi
 
-        return connect_mpi(communicator, timeout_s, check_sizes)
+        return _with_copies(connect_mpi(communicator, timeout_s, check_sizes), copies or _default_copies())
     if backend == "verbs":
         from .verbs.join import connect_verbs
         from .verbs.options import RdmaOptions
 
         if through is None:
             raise ValueError("through must be a transport that connects the ranks, such as connect('mpi'), got None")
-        return connect_verbs(through, RdmaOptions() if rdma is None else rdma, timeout_s, check_sizes)
+        lane = connect_verbs(through, RdmaOptions() if rdma is None else rdma, timeout_s, check_sizes)
+        return _with_copies(lane, copies or _default_copies())
     if backend == "copy_engine":
         from .copy_engine import connect_copy_engine
         from .copy_options import CopyOptions
@@ -99,8 +102,25 @@ def _check_options(
         raise ValueError(f"through belongs to backends 'verbs' and 'copy_engine', not to {backend!r}")
     if backend != "verbs" and rdma is not None:
         raise ValueError(f"rdma belongs to backend 'verbs', not to {backend!r}")
-    if backend != "copy_engine" and copies is not None:
-        raise ValueError(f"copies belongs to backend 'copy_engine', not to {backend!r}")
+    if backend == "local" and copies is not None:
+        raise ValueError("copies belongs to backends of several processes, not to 'local'")
+
+
+def _default_copies() -> CopyOptions | None:
+    import torch
+
+    from .copy_options import CopyOptions
+
+    return CopyOptions() if torch.cuda.is_available() else None
+
+
+def _with_copies(lane: HostTransport, copies: CopyOptions | None) -> HostTransport:
+    """Let a channel move CUDA tensors as the options say; without them it moves what it moved before."""
+    if copies is not None:
+        from .hosts import use_engines
+
+        use_engines(lane, copies)
+    return lane
 
 
 def local_group(world_size: int, *, timeout_s: float = 600.0) -> list[Transport]:

@@ -90,6 +90,7 @@ class CopyEngine:
         self._under_way: deque[tuple[Mark, float, str]] = deque()
         self._failure: TransportError | None = None
         self._released = False
+        self._reason: BaseException | None = None
         self._num_releases = 0
         self._looking = threading.Lock()  # never held by what enqueues, which a full stream may block
 
@@ -117,12 +118,11 @@ class CopyEngine:
         )
 
     def release(self, reason: BaseException | None) -> None:
-        """See `Engine.release`. What is under way is left to end by itself, unless the channel failed."""
-        self._released = True
-        if reason is not None:
-            self._fail(TransportError(str(reason)))
-        elif self._windows is not None:
-            self._look()  # or the watch does, once nothing is under way
+        """See `Engine.release`. What is under way is left to end by itself; then peers are told of a failure."""
+        self._released, self._reason = True, reason
+        if self._windows is not None:
+            watch.add(self._look)
+            self._look()
         if self._lane is not None:
             self._lane.close()
 
@@ -170,6 +170,9 @@ class CopyEngine:
                         f"call; missing: ranks {windows.missing(mark)}"
                     )
                 )
+            return True
+        if self._reason is not None:
+            self._fail(TransportError(str(self._reason)))
             return True
         if self._released and windows.is_quiet():
             self._windows = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .errors import TransportError, Unavailable
 from .exchange import Exchange
@@ -52,6 +53,9 @@ class Streams(Protocol):
 
     def register(self, address: int, size: int) -> int:
         """Let the device use host memory; returns its address there."""
+
+    def pinned(self, size: int) -> Tensor:
+        """Host memory that the device can use at the same address, all zero. Shape [size], uint8."""
 
 
 def check_connections() -> None:
@@ -174,6 +178,10 @@ class CudaStreams:
         with torch.cuda.device(self._device):
             self._done(self._runtime.cudaHostRegister(address, size, _PORTABLE_AND_MAPPED), "cudaHostRegister")
             return int(self._done(self._runtime.cudaHostGetDevicePointer(address, 0), "cudaHostGetDevicePointer"))
+
+    def pinned(self, size: int) -> Tensor:
+        """See `Streams.pinned`."""
+        return torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _done(self, result: tuple[Any, ...], what: str) -> Any:
         if result[0]:

@@ -50,6 +50,7 @@ class Exchange:
         out: What the caller gets.
         kept_bytes: Bytes of this rank's own piece.
         incomplete: Some rank's piece is not moved, because the two disagree; `out` must not be given to the caller.
+        checked: Ranks compare sizes before they move this; where two disagree, others go on.
         ready: For CUDA tensors: comes when `source` may be read and `target` be written.
         chunks: For sources that become ready bit by bit; None when all of `source` is there.
         join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
@@ -69,6 +70,7 @@ class Exchange:
     out: Tensor
     kept_bytes: int
     incomplete: bool = False
+    checked: bool = False
     ready: torch.cuda.Event | None = None
     join: Callable[[], object] | None = None
     chunks: Chunks | None = None

@@ -145,6 +145,7 @@ class HostPending(Pending):
         on_device = exchange.ready is not None
         checks = lane._checks_device_sizes if on_device else lane.check_sizes
         if checks and (on_device or lane._wire.size_check != "in the backend"):
+            exchange.checked = True
             try:
                 self._exchange_sizes()
             except TransportError as error:

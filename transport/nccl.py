@@ -86,12 +86,10 @@ class NcclEngine:
         return NcclEngine(store, self._rank, self._world_size, timeout_s)
 
     def release(self, reason: BaseException | None) -> None:
-        """See `Engine.release`. What is under way is left to end by itself, unless the channel failed."""
+        """See `Engine.release`. What is under way is left to end by itself."""
+        del reason
         self._released = True
-        with self._lock:
-            idle = not self._under_way
-        if self._group is not None and (reason is not None or idle):
-            self._end()
+        self._look()
 
     def _meet(self) -> _Group:
         """Wait until all ranks are here, then make the communicator. Its own making has no deadline."""

@@ -95,7 +95,7 @@ def put_away(windows: Windows) -> None:
 
 
 def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
-    hosts = _gather(lane, host_key().encode(), _HOST_BYTES)
+    hosts = gather_bytes(lane, host_key().encode(), _HOST_BYTES)
     others = [peer for peer in members if hosts[peer] != hosts[lane.rank]]
     with _together(lane):
         if others:
@@ -107,7 +107,7 @@ def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
 def _take_over(lane: HostTransport, members: Sequence[int], kind: tuple[object, ...]) -> Windows | None:
     idle = _idle.get(kind, {})
     names = "".join(name.ljust(NAME_BYTES) for name in sorted(idle)[:_NUM_OFFERS])
-    offers = _gather(lane, names.encode(), NAME_BYTES * _NUM_OFFERS)
+    offers = gather_bytes(lane, names.encode(), NAME_BYTES * _NUM_OFFERS)
     common = set(idle)
     for peer in members:
         text = offers[peer].decode()
@@ -137,7 +137,7 @@ class _Making:
             if leads:
                 self._segment = Segment.create(n, 0, self._data_bytes)
         name = self._segment.name if self._segment is not None else ""
-        names = _gather(lane, name.encode(), NAME_BYTES)
+        names = gather_bytes(lane, name.encode(), NAME_BYTES)
         try:
             with _together(lane):
                 if not leads:
@@ -157,7 +157,7 @@ class _Making:
             flags = streams.register(segment.address, segment.size)
             if self._via == "peer" and len(self._members) > 1:
                 mine, handle = streams.allocate(self._ring_bytes * (len(self._members) - 1))
-        handles = _gather(lane, handle, HANDLE_BYTES, padded=False)
+        handles = gather_bytes(lane, handle, HANDLE_BYTES, padded=False)
         outgoing: dict[int, int] = {}
         incoming: dict[int, int] = {}
         with _together(lane):
@@ -186,7 +186,7 @@ class _Making:
         return segment.data_at + ring * self._ring_bytes
 
 
-def _gather(lane: HostTransport, mine: bytes, size: int, *, padded: bool = True) -> list[bytes]:
+def gather_bytes(lane: HostTransport, mine: bytes, size: int, *, padded: bool = True) -> list[bytes]:
     """Give everybody's bytes to everybody, of a size that all know."""
     assert len(mine) <= size, "the size is that of the longest"
     block = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -206,7 +206,7 @@ def _together(lane: HostTransport) -> Iterator[None]:
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = _gather(lane, text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
+    texts = gather_bytes(lane, text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
     if failure is not None:
         raise failure
     for peer, said in enumerate(texts):

@@ -70,6 +70,12 @@ def check_streams_order_what_hosts_do_not_wait_for(transport: HostTransport) -> 
     exchange(lane, pattern(lane, 16, 0))
     size = 3 * MIB
     outs = []
+    for step in range(2):  # a kernel that is loaded while a stream waits blocks the host
+        torch.cuda._sleep(20_000)
+        rows = pattern(lane, size, step)
+        out = exchange(lane, rows) + 0
+        rows.fill_(-1)
+        expect(lane, out, size, step)
     torch.cuda.synchronize()
     transport.all_gather(torch.zeros(1)).wait()
     if lane.rank == 0:

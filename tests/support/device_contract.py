@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from freescale.transport import CopyOptions, Pending, Transport, connect
 from freescale.transport.copy_engine import CopyEngine, Via
 from freescale.transport.device_wire import DeviceWire, Engine
 from freescale.transport.exchange import Exchange, Splits
+from freescale.transport.hosts import Hosts, HostsEngine
 from freescale.transport.lane import HostTransport
+from freescale.transport.staging import StagingEngine
 from freescale.transport.wire import Purpose, Ticket, Wire
 
 from host_streams import HostStreams
@@ -55,21 +56,24 @@ class OnDevice(HostTransport):
 
     def __init__(self, inner: HostTransport) -> None:
         self.__dict__ = inner.__dict__
+        self.device = torch.device("cuda", torch.cuda.current_device())
 
     def all_gather(self, block: Tensor, sizes: Splits | None = None, out: Tensor | None = None) -> Pending:
-        theirs = None if out is None else out.cuda()
-        return Back(super().all_gather(block.cuda(), sizes, theirs), out)
+        theirs = None if out is None else out.to(self.device)
+        return Back(super().all_gather(block.to(self.device), sizes, theirs), out)
 
     def all_to_all(
         self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
     ) -> Pending:
-        theirs = None if out is None else out.cuda()
-        return Back(super().all_to_all(rows.cuda(), sent_splits, received_splits, theirs), out)
+        theirs = None if out is None else out.to(self.device)
+        return Back(super().all_to_all(rows.to(self.device), sent_splits, received_splits, theirs), out)
 
     def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         made = super().channel(name, check_sizes)
         assert isinstance(made, HostTransport)
-        return OnDevice(made)
+        inner = OnDevice(made)
+        inner.device = self.device
+        return inner
 
 
 class Back(Pending):
@@ -88,28 +92,32 @@ class Back(Pending):
         return self._out.copy_(got)
 
 
+def threads_engine(name: str, rank: int, world_size: int, timeout_s: float) -> Engine:
+    """An engine whose streams are threads; counts are about to pass 31 or 32 bits. For "hosts", two hosts."""
+
+    def make(device: int) -> HostStreams:
+        return HostStreams()
+
+    staging = StagingEngine(rank, world_size, timeout_s, SMALL_WINDOW, make, first_count=2**31 - 5)
+    if name == "staged":
+        return staging
+    hosts = Hosts(tuple(int(name == "hosts" and peer >= world_size // 2) for peer in range(world_size)))
+    via: Via = "segment" if name == "segment" else "peer"
+    members = hosts.members(hosts.hosts[rank])
+    inside = CopyEngine(rank, members, timeout_s, via, SMALL_WINDOW, make, first_count=2**32 - 5)
+    return HostsEngine(rank, hosts, inside, staging) if name == "hosts" else inside
+
+
 def make_transport(host: str, engine: str, timeout_s: float) -> HostTransport:
-    kind, _, threads = engine.rpartition("-")
+    kind, _, name = engine.rpartition("-")
     if kind == "threads":
         transport = connect(host, timeout_s=timeout_s)
-        via: Via = "peer" if threads == "peer" else "segment"
-        members = list(range(transport.world_size))
-        made = partial(HostStreams, 0.0)
-        return use_threads(
-            transport,
-            CopyEngine(
-                transport.rank,
-                members,
-                timeout_s,
-                via,
-                SMALL_WINDOW,
-                lambda device: made(),
-                first_count=2**32 - 5 if via == "peer" else 2**31 - 5,
-            ),
-        )
+        return use_threads(transport, threads_engine(name, transport.rank, transport.world_size, timeout_s))
     if engine == "nccl":
         assert host == "process_group"
         return _lane(connect(host, timeout_s=timeout_s))
+    if engine in ("staged", "hosts"):
+        return _lane(connect(host, timeout_s=timeout_s, copies=CopyOptions("staged")))
     through = connect(host, timeout_s=timeout_s)
     inside: Via = "peer" if engine == "peer" else "segment"
     return _lane(connect("copy_engine", through=through, timeout_s=timeout_s, copies=CopyOptions(inside)))

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from freescale.transport.cuda_streams import HANDLE_BYTES, RECEIVE, SEND
 from freescale.transport.exchange import Exchange
 from freescale.transport.slots import has_reached, low
@@ -86,6 +89,9 @@ class HostStreams:
 
     def register(self, address: int, size: int) -> int:
         return address
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def _map(self, file: int, size: int) -> int:
         self._mapped.append(mmap.mmap(file, size))

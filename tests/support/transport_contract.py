@@ -178,7 +178,7 @@ def check_channels_in_threads_do_not_disturb_each_other(transport: Transport) ->
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert not wrong
+    assert not wrong, wrong
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -413,6 +413,9 @@ def check_closed_channels_hold_nothing(transport: Transport) -> None:
             before = held()
     transport.all_gather(torch.zeros(1)).wait()  # all have closed theirs
     if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
+        deadline = time.monotonic() + 3  # threads that carry CUDA tensors end by themselves
+        while any(now > then for now, then in zip(held(), before, strict=True)) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
         assert not any(channel.name == "short-lived" for channel in transport._channels)
 
