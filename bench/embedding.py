@@ -204,15 +204,16 @@ def _versions(name: str, launcher: Launcher) -> str:
 def _run_launches(
     options: argparse.Namespace, folder: Path, report: Report, say: Any, launchers: dict[str, Launcher]
 ) -> None:
-    """Interleave links and versions; each launch gets an equal share of what time is left."""
+    """Interleave links and versions; each launch gets a share of what time is left, by how much it is to measure."""
     end = time.time() + options.seconds
     planned = list(_plan(options, launchers))
+    shares = [len(cells(options, link)) * len(_contenders(options, name)) for _, link, name in planned]
     for number, (launch, link, name) in enumerate(planned):
         left = end - time.time()
         if left <= 0:
             report.notes.append(f"no time for launch {launch + 1} of {name} over {link}")
             continue
-        until = time.time() + left / (len(planned) - number)
+        until = time.time() + left * shares[number] / sum(shares[number:])
         place = folder / str(number)
         place.mkdir()
         found, fault = launchers[name].run(
@@ -237,12 +238,16 @@ def _plan(options: argparse.Namespace, launchers: dict[str, Launcher]) -> Iterat
                 yield launch, link, name
 
 
+def _contenders(options: argparse.Namespace, name: str) -> list[str]:
+    return ["pec"] if name == "pec" else options.contenders
+
+
 def _settings(options: argparse.Namespace, link: str, name: str, launch: int, until: float) -> Settings:
     pace = Pace(
         options.warm_up, options.timed, options.rounds, options.traced, 23 * (launch == 0) * (options.traced > 0),
         options.memory_steps * (launch == 0 and link == options.links[0]),
     )  # fmt: skip
-    contenders = ["pec"] if name == "pec" else options.contenders
+    contenders = _contenders(options, name)
     check = name != "pec" and launch == 0 and link == options.links[0]
     return Settings(
         options.device, options.ranks, link, contenders, cells(options, link), _sizes(options), pace, check, until

@@ -99,6 +99,7 @@ class Rank:
         )  # fmt: skip
 
     def _build(self, name: str, trainers: dict[str, Trainer], num_tables: int) -> None:
+        self._tidy()
         before, started = self._allocated(), time.perf_counter()
         with self._leaving_out(name, trainers):
             trainers[name] = BUILDERS[name](self._setup(num_tables), self._feed)
@@ -141,9 +142,12 @@ class Rank:
     def _trace(self, cell: Cell, name: str, trainer: Trainer, first: bool) -> None:
         """Profile a few steps and keep the trace for the command to read."""
         pace = self._settings.pace
-        steps = max(pace.traced, pace.traced_ours) if first and name == "prioritized" else pace.traced
+        looks_for_waits = first and name == "prioritized"
+        steps = max(pace.traced, pace.traced_ours) if looks_for_waits else pace.traced
         if not steps or self._device.type != "cuda":
             return
+        for _ in range(pace.traced_ours if looks_for_waits else 0):  # until memory allocators have found their sizes
+            trainer.step()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for number in range(steps):
                 with record_function(f"step_{number}"):

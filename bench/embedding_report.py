@@ -26,6 +26,7 @@ GROUPS = {
 }
 """Kinds of traffic, as the paper's Figure 9 puts them together; the dense part's gradients are no embedding traffic."""
 
+_ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaMallocHost")  # of allocators that grow; not waits by design
 _PARITY = 1e-6  # relative, of one step
 _COLUMNS = (
     "", "step", "launches", "host", "computing", "bubble", "exposed", "ids", "rows", "gradients", "dense", "side",
@@ -313,7 +314,9 @@ def _waits(report: Report) -> list[str]:
         if not traces:
             continue
         times = max(traces, key=lambda each: int(each["times"]["num_steps"]))["times"]
-        waits = [wait for wait in times["host_waits"] if wait["thread"] != "other"]
+        trainer = [wait for wait in times["host_waits"] if wait["thread"] != "other"]
+        waits = [wait for wait in trainer if wait["call"] not in _ALLOCATIONS]
+        allocations = sum(wait["calls"] for wait in trainer if wait["call"] in _ALLOCATIONS)
         said = "; ".join(
             f"{wait['calls']:.2g} {wait['call']} of {wait['ms']:.2f} ms in {wait['where'] or 'no range'}, "
             f"{wait['thread']} thread"
@@ -323,6 +326,7 @@ def _waits(report: Report) -> list[str]:
         lines.append(
             f"{TITLES[name]}: synchronising runtime calls of the trainer in {times['num_steps']} steps: "
             + (f"{total}: {said}" if waits else "none")
+            + (f"; and {allocations:.2g} allocations of memory a step" if allocations else "")
         )
     return lines
 
