@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from .tables import Table
@@ -93,8 +94,8 @@ class Occurrences:
 def find_occurrences(keys: Ints, in_runs: bool = False) -> Occurrences:
     """Sort keys, keeping equal ones in their order.
 
-    Key and place travel in one number where both fit, because sorting numbers is several times faster than a stable
-    sort that returns the order.
+    Torch sorts large lists of integers by radix, in a third of the time that NumPy takes. Only merging of ascending
+    pieces is NumPy's: key and place travel in one number there, where both fit.
 
     Args:
         keys: Shape [n].
@@ -108,14 +109,15 @@ def find_occurrences(keys: Ints, in_runs: bool = False) -> Occurrences:
     n = len(keys)
     if n == 0:
         return Occurrences(keys, keys, keys, keys)
-    bits = n.bit_length()
-    if int(keys.max()).bit_length() + bits <= 63:
+    bits, largest = n.bit_length(), int(keys.max())
+    if in_runs and largest.bit_length() + bits <= 63:
         packed = (keys << bits) | np.arange(n)
-        packed.sort(kind="stable" if in_runs else None)
+        packed.sort(kind="stable")
         order, ordered = packed & ((1 << bits) - 1), packed >> bits
     else:
-        order = np.argsort(keys, kind="stable")
-        ordered = keys[order]
+        narrow = keys.astype(np.int32) if largest < 2**31 else keys
+        found = torch.sort(torch.from_numpy(narrow), stable=True)
+        ordered, order = found.values.long().numpy(), found.indices.numpy()
     firsts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
     counts = np.diff(firsts, append=n)
     inverse = np.empty(n, dtype=np.int64)
