@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 except ImportError as error:
     raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
 
 if TYPE_CHECKING:
     from .collisions import Outcome
 
+_LABELS = {"cut": "longest history, ids", "batch size": "samples a rank", "ranks": "ranks"}
 _STYLES = {"rows": ("-", "distinct rows"), "requests": ("--", "requests"), "occurrences": (":", "ids")}
 
 
@@ -32,18 +34,19 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         for axes, setting in zip(panels, varied, strict=True):
             for number, source in enumerate(sources):
                 shown = [o for o in outcomes if o.varied == setting and o.source == source]
-                for field, (style, label) in _STYLES.items():
+                for field, (style, _) in _STYLES.items():
                     values = [100 * o.mean(field) for o in shown]
-                    name = f"{label}: {source}"
-                    axes.plot([o.value for o in shown], values, style, marker="o", color=f"C{number}", label=name)
-            axes.set_xlabel(setting)
+                    axes.plot([o.value for o in shown], values, style, marker="o", color=f"C{number}")
+            axes.set_xlabel(_LABELS[setting])
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted({o.value for o in outcomes if o.varied == setting}))
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
             axes.set_ylim(0, 100)
         panels[0].set_ylabel("also in the next batch, %")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+        colours = [Line2D([], [], color=f"C{number}", lw=4, label=source) for number, source in enumerate(sources)]
+        styles = [Line2D([], [], linestyle=style, color="black", label=label) for style, label in _STYLES.values()]
+        figure.legend(handles=colours + styles, loc="outside lower left", ncols=2, fontsize="small")
         try:
             figure.savefig(path, dpi=120)
         except (OSError, ValueError) as error:

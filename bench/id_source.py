@@ -80,8 +80,8 @@ def _zipf(rest: str, seed: int) -> IdSource:
         uniform = torch.rand(int(lengths.sum()), generator=random, dtype=torch.float64)
         return list(power_law(uniform, int(values["rows"]), values["exponent"]).split(lengths.tolist()))
 
-    said = ", ".join(f"{key} {value:,g}" for key, value in values.items())
-    return IdSource(f"ids by a power law ({said})", None, draw)
+    said = ", ".join(f"{key} {value:,.10g}" for key, value in values.items())
+    return IdSource(f"ids by a power law, {said}", None, draw)
 
 
 def _parquet(path: Path, names: list[str], seed: int | None) -> IdSource:
@@ -101,7 +101,9 @@ def _parquet(path: Path, names: list[str], seed: int | None) -> IdSource:
     def draw(first: int, count: int, cut: int) -> list[Tensor]:
         return [sample(row, cut) for row in order[first : first + count]]
 
-    return IdSource(f"{path.name}, {' and '.join(names)} of {num_samples:,} samples {how}", num_samples, draw)
+    distinct = len(torch.cat([values for values, _ in columns]).unique())
+    title = f"{path.name}, {' and '.join(names)}: {num_samples:,} samples {how}, {distinct:,} distinct ids in all"
+    return IdSource(title, num_samples, draw)
 
 
 def _column(path: Path, name: str) -> tuple[Tensor, Tensor]:
