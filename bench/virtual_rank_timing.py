@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..balancer import Column, JaggedBatch, Partitioner, WorldSamples, sparsity
-from .roles import Roles
-from .sequence_model import SequenceModel
+from ..balancer import Partitioner, WorldSamples, sparsity
+from .embedding_model import SequenceTower
 
+_FEATURE = "uih"
 _WARM_UPS = 3
 _ATTEMPTS = 3
 
@@ -29,47 +28,61 @@ class ModelSize:
     """What the reference model is made with.
 
     Attributes:
-        width: Width of embeddings and layers.
+        width: Width of its layers.
         num_heads: Attention heads.
-        num_rows: Rows of the embedding table.
+        num_layers: Layers.
+        dim: Width of the embedding rows.
     """
 
     width: int
     num_heads: int
-    num_rows: int = 65536
+    num_layers: int
+    dim: int = 128
 
 
 def reference_step(size: ModelSize, device: torch.device, seed: int = 0) -> Step:
-    """Forward and backward of the reference model on batches of given lengths, with ids drawn at random.
+    """Forward and backward of the reference model's dense part on batches of given lengths, with rows drawn at random.
+
+    The model is that of bench.embedding and bench.end_to_end: bfloat16 on a GPU, float32 on a CPU. Gradients of the
+    looked-up rows are computed; looking up and updating rows is not, since ranks own those evenly.
 
     Args:
         size: Of the model.
         device: Where to compute.
-        seed: Of weights and ids.
+        seed: Of weights, rows and labels.
 
     Returns:
         A function of the lengths of a batch's samples.
     """
     torch.manual_seed(seed)
-    roles = Roles("uih", candidates="candidate", label="label")
-    model = SequenceModel(roles, width=size.width, num_heads=size.num_heads, num_rows=size.num_rows).to(device)
-    ids = torch.randint(size.num_rows, (1 << 16,), device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tower = SequenceTower([_FEATURE], size.dim, size.width, size.num_layers, size.num_heads, dtype).to(device)
+    rows = torch.randn(1 << 12, size.dim, device=device)
 
     def step(lengths: Tensor) -> None:
-        nonlocal ids
-        count, total = len(lengths), int(lengths.sum())
-        while total > len(ids):
-            ids = torch.cat([ids, ids.flip(0)])
-        columns = {
-            "uih": Column(ids[:total], (lengths.to(device),)),
-            "candidate": Column(ids[:1].expand(count).contiguous()),
-            "label": Column(torch.arange(count, device=device) % 2),
-        }
-        logits, labels = model(JaggedBatch.of_checked(columns, count))
-        binary_cross_entropy_with_logits(logits, labels, reduction="sum").backward()
-        model.zero_grad(set_to_none=True)
+        nonlocal rows
+        total = int(lengths.sum())
+        while total > len(rows):
+            rows = torch.cat([rows, rows.flip(0)])
+        embedded = {_FEATURE: _Embedded(rows[:total].requires_grad_())}
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(lengths, 0, out=starts[1:])
+        labels = (torch.arange(total, device=device) % 2).float()
+        tower(embedded, starts.to(device, non_blocking=True), labels, int(lengths.max())).backward()
+        tower.zero_grad(set_to_none=True)
 
     return step
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """Looked-up rows of one feature, as the model takes them."""
+
+    rows: Tensor
+
+    def values(self) -> Tensor:
+        """Shape [num_ids, dim]."""
+        return self.rows
 
 
 class RankTimer:
@@ -95,9 +108,9 @@ class RankTimer:
         """Time a step. A GPU's step that had to ask the driver for memory is done again, at most twice.
 
         Args:
-            lengths: Lengths of the rank's samples. Shape [n], int64; 0 seconds when there are none.
+            lengths: Lengths of the rank's samples. Shape [n], int64; 0 seconds when there is nothing in them.
         """
-        if len(lengths) == 0:
+        if int(lengths.sum()) == 0:
             return 0.0
         once = self._on_gpu if self._device.type == "cuda" else self._on_cpu
         return min(once(lengths) for _ in range(self.repeats))

@@ -33,9 +33,9 @@ other global batches."""
 
 _SCALES = {
     "cuda": Scale(
-        Point(21000, 128, 64), (2000, 4000, 8000, 16000), (32, 64, 256), (16, 32, 128, 256), 1.0, ModelSize(256, 4)
+        Point(21000, 128, 64), (2000, 4000, 8000, 16000), (32, 64, 256), (16, 32, 128, 256), 1.0, ModelSize(256, 4, 1)
     ),
-    "cpu": Scale(Point(21000, 32, 32), (2000, 8000), (8, 16), (8, 64), 1 / 64, ModelSize(32, 2, 2048)),
+    "cpu": Scale(Point(21000, 32, 32), (2000, 8000), (8, 64), (8, 64), 1 / 64, ModelSize(32, 2, 1, dim=32)),
 }
 
 
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=count, metavar="N", help="take the least of so many times (default 1; on a CPU, 3)")
     add("--width", type=count, metavar="N", help="width of the model")
     add("--heads", type=count, metavar="N", help="attention heads of the model")
+    add("--layers", type=count, metavar="N", help="layers of the model (default 1: more take longer alike)")
     add("--budget-s", type=float, default=120.0, metavar="S", help="begin no point that would end later (default 120)")
     add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
     add("--json", type=Path, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
@@ -135,9 +136,8 @@ def _scale(options: argparse.Namespace, usual: Scale) -> Scale:
     length_scale = usual.length_scale if options.length_scale is None else options.length_scale
     if not 0 < length_scale <= 1:
         raise ValueError(f"--length-scale must be over 0 and at most 1, got {length_scale}")
-    model = replace(
-        usual.model, width=options.width or usual.model.width, num_heads=options.heads or usual.model.num_heads
-    )
+    given = {"width": options.width, "num_heads": options.heads, "num_layers": options.layers}
+    model = replace(usual.model, **{name: value for name, value in given.items() if value is not None})
     if model.width % model.num_heads:
         raise ValueError(f"--width must be a multiple of --heads, got {model.width} and {model.num_heads}")
     return Scale(
