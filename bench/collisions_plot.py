@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 try:
     import matplotlib as mpl
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .collisions import Outcome
 
 _LABELS = {"cut": "longest history, ids", "batch size": "samples a rank", "ranks": "ranks"}
-_STYLES = {"rows": ("-", "distinct rows"), "requests": ("--", "requests"), "occurrences": (":", "ids")}
+_STYLES: dict[str, tuple[Any, str]] = {"rows": ("-", "distinct rows"), "requests": ("--", "requests"), "occurrences": (":", "ids")}
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
