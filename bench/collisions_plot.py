@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from .collisions import Outcome
 
 _LABELS = {"cut": "longest history, ids", "batch size": "samples a rank", "ranks": "ranks"}
-_STYLES: dict[str, tuple[Any, str]] = {"rows": ("-", "distinct rows"), "requests": ("--", "requests"), "occurrences": (":", "ids")}
+_STYLES: dict[str, tuple[Any, str]] = {
+    "rows": ("-", "distinct rows"),
+    "requests": ("--", "requests"),
+    "occurrences": (":", "ids"),
+}
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
