@@ -287,7 +287,10 @@ def test_nodes_and_datapipes_can_be_attached_too() -> None:
 def test_work_at_hooks_has_names_in_a_trace() -> None:
     trainer = Trainer()
     loader = balance(Batches(4), connect("local"), "uih")
-    with attach(loader, trainer.model, trainer.optimizer), profile(activities=[ProfilerActivity.CPU]) as trace:
+    with (
+        attach(loader, trainer.model, trainer.optimizer),
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace,
+    ):
         for batch in loader:
             trainer.step(batch)
     names = {event.name for event in trace.events() if event.name.startswith("freescale.balancer")}

@@ -1,0 +1,98 @@
+"""The end-to-end bench on CPU ranks, and what its report makes of measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freescale.bench import end_to_end
+from freescale.bench.embedding_workload import Workload
+from freescale.bench.end_to_end_batch import HISTORY, batch_of, make_ring
+from freescale.bench.end_to_end_report import rows, tables, verdicts
+from freescale.bench.end_to_end_settings import CONTENDERS, Cell
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(240)
+def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "found.json"
+    size = ["--cuts", "40", "--batch-sizes", "4", "--rounds", "1", "--warm-up", "3", "--timed", "4", "--even"]
+    assert end_to_end.main(["--device", "cpu", *size, "--json", str(measured), "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for title in CONTENDERS.values():
+        assert printed.replace("\n", " ").count(title.split()[-1]) >= 2
+    found = json.loads(measured.read_text())["found"]
+    timed = [each for each in found if each["kind"] == "measurement"]
+    assert {(each["contender"], each["cell"]["even"], each["rank"]) for each in timed} == {
+        (name, even, rank) for name in CONTENDERS for even in (False, True) for rank in (0, 1)
+    }
+    assert all(len(each["losses"]) == 7 and all(0 < loss < 5 for loss in each["losses"]) for each in timed)
+    assert all((len(each["waited_ms"]) > 0) == (each["contender"] in ("balanced", "freescale")) for each in timed)
+    [result] = tmp_path.glob("*-end-to-end-cpu.md")
+    assert "prioritized and balanced" in result.read_text()
+
+
+def test_rings_deal_each_global_batch_once_and_scales_make_means_global() -> None:
+    workload = Workload(50, 0.1, 1, 12, 4000, median=30.0)
+    rings = [make_ring(workload, 4, rank, 3, pinned=False) for rank in range(3)]
+    for step in range(4):
+        batches = [ring.steps[step] for ring in rings]
+        ids = torch.cat([batch[HISTORY].values for batch in batches])
+        assert torch.equal(ids, workload.global_ids(step)[0])
+        assert {ring.global_ids[step] for ring in rings} == {len(ids)}
+        made = [batch_of(batch, len(ids), 3) for batch in batches]
+        assert sum(batch.scale for batch in made) == pytest.approx(3)
+        means = [batch.labels.double().mean() * batch.scale for batch in made]
+        overall = torch.cat([batch.labels for batch in made]).double().mean()
+        assert float(sum(means) / 3) == pytest.approx(float(overall))
+    lengths = [[len(ring.steps[step][HISTORY].values) for step in range(4)] for ring in rings]
+    assert len({tuple(each) for each in lengths}) == 3, "ranks are uneven"
+
+
+def _found(
+    name: str, rank: int, step_ms: float, computes: list[float], exposed: dict[str, float]
+) -> list[dict[str, Any]]:
+    about = {"link": "nvlink", "rank": rank, "contender": name, "cell": {"cut": 9, "batch_size": 4, "even": False}}
+    times = {
+        "step_ms": step_ms, "compute_ms": sum(computes) / len(computes), "bubble_ms": step_ms - sum(computes) / 2,
+        "side_ms": 0.0, "copy_ms": 0.0, "idle_ms": 0.5, "compute_by_step": computes,
+        "traffic": {kind: {"exposed_ms": ms} for kind, ms in exposed.items()},
+    }  # fmt: skip
+    measurement = {"step_ms": [step_ms] * 3, "peak_bytes": 10**9, "waited_ms": [], "losses": [0.5]}
+    return [{"kind": "measurement", **about, **measurement}, {"kind": "trace", **about, "times": times}]
+
+
+def test_straggling_is_told_step_by_step_though_ranks_are_even_on_average() -> None:
+    found = [
+        *_found("sdd", 0, 100.0, [90.0, 70.0], {"dense": 12.0, "rows": 3.0}),
+        *_found("sdd", 1, 100.0, [70.0, 90.0], {"dense": 10.0, "rows": 5.0}),
+        *_found("freescale", 0, 82.0, [81.0, 80.0], {"late rows": 0.5}),
+        *_found("freescale", 1, 82.0, [81.0, 80.0], {"late rows": 0.5}),
+    ]
+    made = rows(found, 2)
+    baseline = made["nvlink", Cell(9, 4), "sdd"]
+    assert baseline.straggler_percentage == pytest.approx(10.0)
+    assert baseline.bubble_percentage == pytest.approx(20.0)
+    assert baseline.samples_per_s == pytest.approx(80.0)
+    [table] = tables(made)
+    assert table.rows[0][1:6] == ("100.00", "+0.0 %", "80", "20.0", "10.00")
+    assert table.rows[0][6:11] == ("0.00", "4.00", "0.00", "11.00", "0.50")
+    assert table.rows[1][2] == "-18.0 %"
+    assert verdicts(made) == [
+        "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less; "
+        "90 %: met"
+    ]
+
+
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--ratio", "101"], "--ratio must be from 0 to 100, got 101.0"),
+        (["--traced", "3"], "--traced must be at least 4, because three of the steps are left out, got 3"),
+        (["--ranks", "99"], "--ranks 99 needs as many GPUs"),
+    ):
+        assert end_to_end.main(arguments) == 2
+        assert message in capsys.readouterr().err
