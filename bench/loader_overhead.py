@@ -1,7 +1,8 @@
 """`python -m freescale.bench.loader_overhead`: does the balancer's thread slow a launch-bound trainer? (section 3.1).
 
 A loop of thousands of tiny operations needs the interpreter all the time, and so does any thread that polls. Rank 0
-runs the loop in turn beside the sleeping balancer and beside the working one; another rank only takes its batches.
+runs the loop in turn beside the sleeping balancer and beside the working one; another rank only takes its batches. The
+loop is pinned to a core of its own, as a trainer's thread would have.
 """
 
 from __future__ import annotations
@@ -109,10 +110,13 @@ def _table(found: dict[str, Any], title: str) -> Table:
 def _note(found: dict[str, Any]) -> str:
     low, middle, high = statistics.quantiles(slowdowns(found), n=4)
     cpu = statistics.median(found["balancer_cpu"])
+    where = "The loop is pinned to one core, the balancer's thread and the other rank to the rest."
+    if not found["own_core"]:
+        where = "All shared one core."
     return (
         f"The loop is {middle:.2f} % slower beside the working balancer (median of {len(found['idle'])} pairs of "
         f"blocks of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between "
-        f"{low:.2f} % and {high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step."
+        f"{low:.2f} % and {high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step. {where}"
     )
 
 

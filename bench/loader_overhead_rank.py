@@ -1,9 +1,13 @@
-"""What the ranks of `loader_overhead` do: rank 0 runs a launch-bound loop and times it, the others keep it company."""
+"""What the ranks of `loader_overhead` do: rank 0 runs a launch-bound loop and times it, the others keep it company.
+
+The loop has a core to itself. All else, the other rank and the balancer's thread of this one, shares the others.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -124,6 +128,8 @@ def main() -> None:
     with rank_main(path):
         torch.set_num_threads(1)
         settings = Settings(**json.loads(path.read_text()))
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[1:] or cores)  # and that of threads that begin from here
         if settings.transport == "process_group":
             torch.distributed.init_process_group("gloo")
         transport = connect(settings.transport, timeout_s=120)
@@ -131,7 +137,8 @@ def main() -> None:
         batches = loader.with_reports()
         if transport.rank == 0:
             threading.Thread(target=threading.Event().wait, daemon=True).start()  # so that two threads exist always
-            found = measure(settings, batches)
+            os.sched_setaffinity(0, cores[:1])
+            found = {"own_core": len(cores) > 1, **measure(settings, batches)}
             path.with_name("found.json").write_text(json.dumps(found))
         remaining = sum(1 for _ in batches)
         assert transport.rank > 0 or remaining == 0
