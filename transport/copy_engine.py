@@ -1,8 +1,9 @@
 """GPUs of one host exchange by copies alone: no kernel, no host thread (paper, sections 3.3, 5.3 and 6.3).
 
-A sender's stream copies chunks into slots of the receiver, in its device memory (CUDA IPC) or in host memory that both
-registered, and raises a flag in shared memory. The receiver's stream waits for the flag, copies the chunk to its place
-and raises another. Hosts only enqueue. See `slots.py` for the order and `windows.py` for the counts.
+Large pieces go straight from one GPU's tensor to the other's (`meetings.py`). Small ones, and all of them where GPUs do
+not reach each other's memory, go through host memory that both registered: the sender's stream copies a chunk into a
+slot and raises a flag, the receiver's waits for the flag, copies the chunk to its place and raises another
+(`windows.py`, `slots.py`). Hosts only enqueue.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from .base import Transport
 from .copy_options import CopyOptions
@@ -20,11 +24,14 @@ from .device_wire import DeviceWire, Enqueued, Meet, host_of
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange
 from .lane import HostTransport
+from .meetings import Meeting, Meetings
 from .watch import watch
 from .windows import Mark, Windows
 from .windows_opening import open_windows, put_away
 
 Via = Literal["peer", "segment"]
+DIRECT_FROM = 1 << 16
+_MOST_LOOKS_AFTER_A_FAILURE = 40
 
 
 def connect_copy_engine(through: Transport, options: CopyOptions, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -65,10 +72,11 @@ class CopyEngine:
         rank: This rank.
         members: Ranks of this host in order, this one among them. Nothing is exchanged with others.
         timeout_s: Deadline of every transfer, in seconds, from its beginning on the host.
-        via: "peer" copies into the other GPU's memory, "segment" through host memory that both GPUs registered.
-        window_bytes: Most memory that a rank gives to the slots of a channel.
+        via: "peer" copies large pieces between the GPUs' memories, "segment" all through host memory.
+        window_bytes: Most shared host memory for what is on its way to a rank in one channel.
         make_streams: Makes the streams for a device index.
-        first_count: Where counts of chunks begin.
+        first_count: Where counts of chunks and meetings begin.
+        direct_from: Bytes of a piece from which on "peer" copies it directly.
     """
 
     def __init__(
@@ -80,14 +88,19 @@ class CopyEngine:
         window_bytes: int,
         make_streams: Callable[[int], Streams] = CudaStreams,
         first_count: int = 0,
+        direct_from: int = DIRECT_FROM,
     ) -> None:
         self._rank, self._members, self._timeout_s = rank, list(members), timeout_s
+        here = self._members.index(rank)
+        self._in_order = self._members[here + 1 :] + self._members[:here]
         self._via, self._window_bytes = via, window_bytes
+        self._direct_from = direct_from if via == "peer" else 2**62
         self._make_streams, self._first_count = make_streams, first_count
         self._windows: Windows | None = None
+        self._meetings: Meetings | None = None
         self._device = -1
         self._lane: HostTransport | None = None
-        self._under_way: deque[tuple[Mark, float, str]] = deque()
+        self._under_way: deque[_Transfer] = deque()
         self._failure: TransportError | None = None
         self._released = False
         self._reason: BaseException | None = None
@@ -104,17 +117,41 @@ class CopyEngine:
             self._open(meet, index)
         elif index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
-        assert self._windows is not None, "it was opened just now"
-        mark = self._windows.enqueue(exchange)
-        exchange.join = _Join(self, self._windows.streams.joined())
-        self._under_way.append((mark, time.monotonic() + self._timeout_s, f"{exchange.operation} #{sequence}"))
+        transfer = self._enqueue(exchange, f"{exchange.operation} #{sequence}")
+        self._under_way.append(transfer)
         watch.add(self._look)
         return Enqueued()
+
+    def _enqueue(self, exchange: Exchange, call: str) -> _Transfer:
+        windows, meetings = self._windows, self._meetings
+        assert windows is not None, "it was opened just now"
+        assert meetings is not None, "it was opened just now"
+        deadline = time.monotonic() + self._timeout_s
+        windows.streams.adopt(exchange)
+        large = np.maximum(exchange.sent_bytes, exchange.received_bytes) >= self._direct_from
+        sent, received = exchange.sent_bytes, exchange.received_bytes
+        peers: list[int] = []
+        if large.any():
+            peers = [peer for peer in self._in_order if large[peer]]
+            sent, received = np.where(large, 0, sent), np.where(large, 0, received)
+        mark = windows.enqueue(exchange, sent, received)
+        met = meetings.enqueue(exchange, peers, deadline)
+        joined = windows.streams.joined(meetings.flags_to_wait_for(met))
+        transfer = _Transfer(mark, met, deadline, call, exchange if met else None)
+        exchange.join = _Join(self, transfer, joined)
+        return transfer
 
     def split(self, timeout_s: float) -> CopyEngine:
         """See `Engine.split`."""
         return CopyEngine(
-            self._rank, self._members, timeout_s, self._via, self._window_bytes, self._make_streams, self._first_count
+            self._rank,
+            self._members,
+            timeout_s,
+            self._via,
+            self._window_bytes,
+            self._make_streams,
+            self._first_count,
+            self._direct_from,
         )
 
     def release(self, reason: BaseException | None) -> None:
@@ -133,7 +170,7 @@ class CopyEngine:
 
     def _open(self, meet: Meet, device: int) -> None:
         self._lane, self._device = meet(), device
-        self._windows = open_windows(
+        self._windows, self._meetings = open_windows(
             self._lane,
             self._members,
             lambda: self._make_streams(device),
@@ -152,22 +189,22 @@ class CopyEngine:
         if windows is None:
             return False
         if self._failure is not None:  # a peer that is alive may have overwritten what let our streams go
-            windows.let_go()
+            self._let_go()
             self._num_releases += 1
-            return self._num_releases < 40
+            return self._num_releases < _MOST_LOOKS_AFTER_A_FAILURE
         under_way = self._under_way
-        while under_way and not windows.missing(under_way[0][0]):
+        while under_way and not self._missing(under_way[0]):
             under_way.popleft()
         if under_way:
-            mark, deadline, call = under_way[0]
-            news = windows.bad_news()
-            if news is not None and windows.missing(mark):
-                self._fail(TransportError(f"{call}: {news}"))
-            elif time.monotonic() > deadline:
+            first = under_way[0]
+            news, missing = windows.bad_news(), self._missing(first)
+            if news is not None and missing:
+                self._fail(TransportError(f"{first.call}: {news}"))
+            elif time.monotonic() > first.deadline:
                 self._fail(
                     TransportTimeout(
-                        f"{call}: rank {self._rank}: the GPUs have not moved the data {self._timeout_s:g} s after the "
-                        f"call; missing: ranks {windows.missing(mark)}"
+                        f"{first.call}: rank {self._rank}: the GPUs have not moved the data {self._timeout_s:g} s "
+                        f"after the call; missing: ranks {missing}"
                     )
                 )
             return True
@@ -175,25 +212,54 @@ class CopyEngine:
             self._fail(TransportError(str(self._reason)))
             return True
         if self._released and windows.is_quiet():
+            assert self._meetings is not None, "made with the windows"
+            put_away(windows, self._meetings)
             self._windows = None
-            put_away(windows)
             return False
         return self._released
 
     def _fail(self, error: TransportError) -> None:
         if self._failure is None and self._windows is not None:
             self._failure = error
+            _never_freed.append(list(self._under_way))  # a peer may still copy to this memory
             self._windows.segment.tell(str(error))
-            self._windows.let_go()
+            self._let_go()
             watch.add(self._look)
+
+    def _let_go(self) -> None:
+        if self._windows is not None and self._meetings is not None:
+            self._windows.let_go()
+            self._meetings.let_go()
+
+    def _missing(self, transfer: _Transfer) -> list[int]:
+        assert self._windows is not None, "something has been exchanged"
+        assert self._meetings is not None, "something has been exchanged"
+        return sorted({*self._windows.missing(transfer.mark), *self._meetings.missing(transfer.met)})
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """What has been enqueued. Keeps the memory that a peer copies from and to, until the caller has joined."""
+
+    mark: Mark
+    met: list[Meeting]
+    deadline: float
+    call: str
+    exchange: Exchange | None
+
+
+_never_freed: list[list[_Transfer]] = []
 
 
 class _Join:
     """Makes the current stream wait for the copies, unless they have failed."""
 
-    def __init__(self, engine: CopyEngine, joined: Callable[[], object]) -> None:
-        self._engine, self._joined = engine, joined
+    def __init__(self, engine: CopyEngine, transfer: _Transfer, joined: Callable[[], object]) -> None:
+        self._engine, self._transfer, self._joined = engine, transfer, joined
 
     def __call__(self) -> None:
         self._engine.raise_failure()
         self._joined()
+        self._transfer.exchange = None
+        if self._engine._failure is not None:  # it may have let go before this wait was enqueued
+            self._engine._let_go()

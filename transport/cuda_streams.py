@@ -1,13 +1,15 @@
 """The few CUDA calls of a copy engine: copies, flags, memory that processes share (paper, sections 3.3 and 5.3).
 
-Nothing here launches a kernel: peer copies, D2H and H2D are done by the copy engines, and flags by the streams.
+Nothing here launches a kernel: copies between GPUs, D2H and H2D are done by copy engines, and flags by the streams. (A
+copy within one GPU, which is what a rank does with the piece that it keeps, needs multiprocessors for a moment,
+whichever CUDA call makes it: `cudaMemcpyFlagPreferOverlapWithCompute` does not change that on an H200.)
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,6 @@ _LEAST_CONNECTIONS = 8
 HANDLE_BYTES = 64
 _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
-_OVERLAPS_FROM = 1 << 16  # below this a copy is over before a hint matters
 
 
 class Streams(Protocol):
@@ -33,23 +34,23 @@ class Streams(Protocol):
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Enqueue a copy of bytes."""
 
-    def copy_beside_compute(self, stream: int, target: int, source: int, size: int) -> None:
-        """Enqueue a copy within the device."""
-
     def wait(self, stream: int, address: int, count: int) -> None:
         """Let the stream wait until the flag shows at least a count (see `slots.has_reached`)."""
 
     def write(self, stream: int, address: int, count: int) -> None:
         """Let the stream write a count to a flag, after everything before."""
 
-    def joined(self) -> Callable[[], object]:
-        """A function that makes the current stream wait for all that was enqueued up to now."""
+    def joined(self, flags: Sequence[tuple[int, int]] = ()) -> Callable[[], object]:
+        """A function that makes the current stream wait for all enqueued up to now, and for flags to show counts."""
 
-    def allocate(self, size: int) -> tuple[int, bytes]:
-        """Device memory and the handle by which other processes open it, HANDLE_BYTES long. Never given back."""
+    def identify(self, address: int) -> tuple[object, int]:
+        """Which allocation an address is in: something that no other allocation shares, and where it begins."""
+
+    def export(self, base: int) -> bytes:
+        """How other processes open the allocation that begins here. HANDLE_BYTES long."""
 
     def open(self, handle: bytes) -> int:
-        """Map another process's device memory, once; returns its address here."""
+        """Map another process's device memory; returns its address here."""
 
     def register(self, address: int, size: int) -> int:
         """Let the device use host memory; returns its address there."""
@@ -100,7 +101,6 @@ class CudaStreams:
         self._driver, self._runtime = driver, runtime
         self._device = torch.device("cuda", device)
         self._default = runtime.cudaMemcpyKind.cudaMemcpyDefault
-        self._overlapping = _overlapping_attributes(runtime)
         with torch.cuda.device(self._device):
             _, highest = self._done(runtime.cudaDeviceGetStreamPriorityRange(), "cudaDeviceGetStreamPriorityRange")
             made = [
@@ -126,20 +126,13 @@ class CudaStreams:
         if result[0]:
             self._done(result, "cudaMemcpyAsync")
 
-    def copy_beside_compute(self, stream: int, target: int, source: int, size: int) -> None:
-        """See `Streams.copy_beside_compute`. By a copy engine, where CUDA can be asked to prefer one."""
-        if self._overlapping is None or size < _OVERLAPS_FROM:
-            return self.copy(stream, target, source, size)
-        result = self._runtime.cudaMemcpyBatchAsync(
-            [target], [source], [size], 1, self._overlapping, [0], 1, self._raw[stream]
-        )
-        if result[0]:
-            self._done(result, "cudaMemcpyBatchAsync")
-        return None
-
     def wait(self, stream: int, address: int, count: int) -> None:
         """See `Streams.wait`."""
-        result = self._driver.cuStreamWaitValue32(self._raw[stream], address, count & 0xFFFFFFFF, 0)
+        self.wait_on(self._raw[stream], address, count)
+
+    def wait_on(self, stream: int, address: int, count: int) -> None:
+        """Let any stream, by its handle, wait until a flag shows at least a count."""
+        result = self._driver.cuStreamWaitValue32(stream, address, count & 0xFFFFFFFF, 0)
         if result[0]:
             self._done(result, "cuStreamWaitValue32")
 
@@ -149,16 +142,28 @@ class CudaStreams:
         if result[0]:
             self._done(result, "cuStreamWriteValue32")
 
-    def joined(self) -> Callable[[], object]:
+    def joined(self, flags: Sequence[tuple[int, int]] = ()) -> Callable[[], object]:
         """See `Streams.joined`."""
-        return _Joined(self._device, [stream.record_event() for stream in self._streams])
+        return _Joined(self, flags)
 
-    def allocate(self, size: int) -> tuple[int, bytes]:
-        """See `Streams.allocate`."""
+    def identify(self, address: int) -> tuple[object, int]:
+        """See `Streams.identify`."""
+        driver = self._driver
+        base, _ = self._done(driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
+        buffer = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        number = self._done(driver.cuPointerGetAttribute(buffer, base), "cuPointerGetAttribute")
+        return int(number), int(base)
+
+    def export(self, base: int) -> bytes:
+        """See `Streams.export`."""
         with torch.cuda.device(self._device):
-            address = int(self._done(self._runtime.cudaMalloc(size), f"cudaMalloc of {size >> 20} MiB"))
-            handle = self._done(self._runtime.cudaIpcGetMemHandle(address), "cudaIpcGetMemHandle")
-        return address, bytes(handle.reserved)
+            result = self._runtime.cudaIpcGetMemHandle(base)
+        if result[0]:
+            raise Unavailable(
+                f"this memory cannot be shared with other processes ({_name(result[0])}): unset expandable_segments "
+                "in PYTORCH_CUDA_ALLOC_CONF, or choose CopyOptions(inside='segment')"
+            )
+        return bytes(result[1].reserved)
 
     def open(self, handle: bytes) -> int:
         """See `Streams.open`."""
@@ -169,7 +174,7 @@ class CudaStreams:
             if result[0]:
                 raise Unavailable(
                     f"this GPU cannot open memory of a peer's ({_name(result[0])}): without peer access, or between "
-                    "containers that do not share a PID namespace, choose cuda='segment'"
+                    "containers that do not share a PID namespace, choose CopyOptions(inside='segment')"
                 )
         return int(result[1])
 
@@ -190,27 +195,18 @@ class CudaStreams:
 
 
 class _Joined:
-    """Makes the current stream of a device wait for events."""
+    """Makes the current stream of a device wait for what two streams have to do now, and for flags."""
 
-    def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
-        self._device, self._events = device, events
+    def __init__(self, streams: CudaStreams, flags: Sequence[tuple[int, int]]) -> None:
+        self._owner, self._flags = streams, flags
+        self._events = [stream.record_event() for stream in streams._streams]
 
     def __call__(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._owner._device)
         for event in self._events:
             stream.wait_event(event)
-
-
-def _overlapping_attributes(runtime: Any) -> list[Any] | None:
-    """Says that a copy should overlap with compute, which copies within a device otherwise may not."""
-    if not hasattr(runtime, "cudaMemcpyBatchAsync") or not hasattr(runtime, "cudaMemcpyFlags"):
-        return None
-    if int(runtime.CUDART_VERSION) < 13000:  # the call has other arguments there
-        return None
-    attributes = runtime.cudaMemcpyAttributes()
-    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
-    return [attributes]
+        for address, count in self._flags:
+            self._owner.wait_on(stream.cuda_stream, address, count)
 
 
 def _name(error: Any) -> str:

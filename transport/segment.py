@@ -13,6 +13,8 @@ import os
 import secrets
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from .errors import TransportError, Unavailable
 FOLDER = Path("/dev/shm")
 NAME_BYTES = 48
 _LINE_BYTES = 64  # a flag has a cache line of its own
+_NUM_FLAGS = 5  # of every pair and direction
 _NEWS_BYTES = 512
 _PAGE = mmap.PAGESIZE
 _LOCK = "hhqqi4x"  # struct flock where off_t has 64 bits: type, whence, start, length, pid
@@ -103,9 +106,27 @@ class Segment:
         """Where the count of chunks that the receiver is through with is, in bytes from `address`."""
         return ((self._num_members + source) * self._num_members + target) * _LINE_BYTES
 
+    def meeting(self, flag: int, writer: int, other: int) -> int:
+        """Where one of the three flags of a meeting that `writer` writes is, in bytes from `address`."""
+        return (((2 + flag) * self._num_members + writer) * self._num_members + other) * _LINE_BYTES
+
     def failed(self, member: int) -> int:
         """Where the word is that is 1 once a member has failed, in bytes from `address`."""
-        return 2 * self._num_members**2 * _LINE_BYTES + member * _NEWS_BYTES
+        return _NUM_FLAGS * self._num_members**2 * _LINE_BYTES + member * _NEWS_BYTES
+
+    def view(self, at: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of the mapping; writing to them writes to the segment."""
+        return self._words.view(np.uint8)[at : at + size]
+
+    @contextmanager
+    def locked(self, number: int) -> Iterator[None]:
+        """Hold one of the locks of the segment against other processes, for a moment."""
+        at = self._num_members + number
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, at)
 
     def read(self, at: int) -> int:
         """The word at a place."""
@@ -139,5 +160,5 @@ class Segment:
 
 
 def _data_at(num_members: int) -> int:
-    flags = 2 * num_members**2 * _LINE_BYTES + num_members * _NEWS_BYTES
+    flags = _NUM_FLAGS * num_members**2 * _LINE_BYTES + num_members * _NEWS_BYTES
     return -(-flags // _PAGE) * _PAGE

@@ -92,7 +92,7 @@ def _enqueue(exchange: Exchange, layouts: list[Layout], slots: PinnedSlots) -> N
     streams.adopt(exchange)
     if exchange.kept_bytes:
         source, target = exchange.kept()
-        streams.copy_beside_compute(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
+        streams.copy(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
     from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
     for layout in layouts:
         number = slots.next()

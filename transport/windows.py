@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .cuda_streams import RECEIVE, SEND, Streams
 from .exchange import Exchange
 from .segment import Segment
@@ -27,7 +30,7 @@ class Windows:
         rank: This rank.
         members: Ranks of this host in order, this one among them.
         streams: Where copies and flags are enqueued.
-        segment: Holds the flags, and the slots too unless they lie in device memory.
+        segment: Holds the flags and the slots.
         flags: Where the segment is for the device.
         outgoing: Where the slots of each peer for what this rank sends are, for this device.
         incoming: Where this rank's slots for what each peer sends are, for this device.
@@ -63,19 +66,23 @@ class Windows:
             self.segment.write(self._arrived_at(self.rank, peer), low(first))
             self.segment.write(self._consumed_at(peer, self.rank), low(first))
 
-    def enqueue(self, exchange: Exchange) -> Mark:
-        """Enqueue all copies of an exchange, and this rank's own piece. Does not wait for peers.
+    def enqueue(self, exchange: Exchange, sent: NDArray[np.int64], received: NDArray[np.int64]) -> Mark:
+        """Enqueue copies of an exchange that the streams have adopted, and this rank's own piece. Waits for no peer.
 
         Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
         been enqueued everywhere.
+
+        Args:
+            exchange: The exchange.
+            sent: Bytes for each rank that go through slots. Shape [world_size], int64.
+            received: Bytes from each rank that come through slots. Shape [world_size], int64.
         """
-        self.streams.adopt(exchange)
         if exchange.kept_bytes:
             source, target = exchange.kept()
-            self.streams.copy_beside_compute(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
+            self.streams.copy(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
         from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
-        sends = in_rounds(self.rank, self.members, exchange.sent_bytes, self.slot_bytes, sends=True)
-        receives = in_rounds(self.rank, self.members, exchange.received_bytes, self.slot_bytes, sends=False)
+        sends = in_rounds(self.rank, self.members, sent, self.slot_bytes, sends=True)
+        receives = in_rounds(self.rank, self.members, received, self.slot_bytes, sends=False)
         for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
             for chunk in outgoing:
                 self._send(chunk, from_here + int(exchange.sent_at[chunk.peer]) + chunk.start)
@@ -100,7 +107,7 @@ class Windows:
         self._received[peer] = number + 1
         streams.wait(RECEIVE, self._flags + self._arrived_at(peer, self.rank), number + 1)
         slot = self._incoming[peer] + number % self._depth * self.slot_bytes
-        streams.copy_beside_compute(RECEIVE, target, slot, chunk.size)
+        streams.copy(RECEIVE, target, slot, chunk.size)
         streams.write(RECEIVE, self._flags + self._consumed_at(peer, self.rank), number + 1)
 
     def missing(self, mark: Mark) -> list[int]:

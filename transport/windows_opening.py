@@ -11,23 +11,27 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from .cuda_streams import HANDLE_BYTES, Streams
+from .cuda_streams import Streams
 from .errors import TransportError, Unavailable
 from .lane import HostTransport
+from .meetings import Meetings, book_bytes
 from .segment import FOLDER, NAME_BYTES, Segment
 from .windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_DEPTH = {"peer": 2, "segment": 8}
-_LARGEST_SLOT_BYTES = {"peer": 32 << 20, "segment": 4 << 20}
+_DEPTH = 8
+_LARGEST_SLOT_BYTES = {
+    "peer": 64 << 10,  # larger pieces are copied directly
+    "segment": 4 << 20,
+}
 _SLOT_STEP_BYTES = 4096
 _HOST_BYTES = 80
 _TEXT_BYTES = 400
 _NUM_OFFERS = 8
 
-_idle: dict[tuple[object, ...], dict[str, Windows]] = {}
+_idle: dict[tuple[object, ...], dict[str, tuple[Windows, Meetings]]] = {}
 
 
 def host_key() -> str:
@@ -41,10 +45,10 @@ def slot_size(via: str, window_bytes: int, num_members: int) -> int:
     """Bytes of a slot, so that all slots for what a rank receives fit into a window.
 
     Example:
-        >>> slot_size("peer", 256 << 20, 2) >> 20, slot_size("peer", 256 << 20, 8) >> 10
-        (32, 18724)
+        >>> slot_size("segment", 256 << 20, 2) >> 10, slot_size("segment", 64 << 20, 8) >> 10
+        (4096, 1168)
     """
-    share = window_bytes // (_DEPTH[via] * max(1, num_members - 1))
+    share = window_bytes // (_DEPTH * max(1, num_members - 1))
     return max(_SLOT_STEP_BYTES, min(_LARGEST_SLOT_BYTES[via], share // _SLOT_STEP_BYTES * _SLOT_STEP_BYTES))
 
 
@@ -56,7 +60,7 @@ def open_windows(
     via: str,
     window_bytes: int,
     first_count: int,
-) -> Windows:
+) -> tuple[Windows, Meetings]:
     """Make the slots between the members of this host; collective over all ranks of the lane.
 
     Args:
@@ -64,12 +68,12 @@ def open_windows(
         members: Ranks of this host in order.
         make_streams: Makes this rank's streams.
         device: Index of the device.
-        via: "peer" or "segment".
+        via: "peer" (slots are for small pieces) or "segment".
         window_bytes: Most memory of a rank.
         first_count: Where counts begin.
 
     Raises:
-        Unavailable: Members are on different hosts, cannot share memory, or cannot open each other's device memory.
+        Unavailable: Members are on different hosts, or cannot share memory.
         TransportError: Something else failed, here or on another rank.
     """
     _check_host(lane, members)
@@ -77,21 +81,21 @@ def open_windows(
     taken = _take_over(lane, members, kind)
     if taken is not None:
         return taken
-    making = _Making(lane, members, via, slot_size(via, window_bytes, len(members)), first_count)
+    making = _Making(lane, members, slot_size(via, window_bytes, len(members)), first_count)
     with _together(lane):
         streams = make_streams()
     making.make_segment()
-    windows = making.make_windows(streams)
-    _kinds[id(windows)] = kind
-    return windows
+    made = making.make_windows(streams)
+    _kinds[id(made[0])] = kind
+    return made
 
 
 _kinds: dict[int, tuple[object, ...]] = {}
 
 
-def put_away(windows: Windows) -> None:
+def put_away(windows: Windows, meetings: Meetings) -> None:
     """Keep the slots of a closed channel, through which nothing passes any more, for a later one."""
-    _idle.setdefault(_kinds[id(windows)], {})[windows.segment.name] = windows
+    _idle.setdefault(_kinds[id(windows)], {})[windows.segment.name] = windows, meetings
 
 
 def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
@@ -104,7 +108,9 @@ def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
             )
 
 
-def _take_over(lane: HostTransport, members: Sequence[int], kind: tuple[object, ...]) -> Windows | None:
+def _take_over(
+    lane: HostTransport, members: Sequence[int], kind: tuple[object, ...]
+) -> tuple[Windows, Meetings] | None:
     idle = _idle.get(kind, {})
     names = "".join(name.ljust(NAME_BYTES) for name in sorted(idle)[:_NUM_OFFERS])
     offers = gather_bytes(lane, names.encode(), NAME_BYTES * _NUM_OFFERS)
@@ -116,17 +122,16 @@ def _take_over(lane: HostTransport, members: Sequence[int], kind: tuple[object, 
 
 
 class _Making:
-    """The steps in which members make a segment and open each other's memory."""
+    """The steps in which members make a segment and lay it out."""
 
-    def __init__(
-        self, lane: HostTransport, members: Sequence[int], via: str, slot_bytes: int, first_count: int
-    ) -> None:
-        self._lane, self._members, self._via = lane, list(members), via
-        self._slot_bytes, self._depth, self._first_count = slot_bytes, _DEPTH[via], first_count
+    def __init__(self, lane: HostTransport, members: Sequence[int], slot_bytes: int, first_count: int) -> None:
+        self._lane, self._members = lane, list(members)
+        self._slot_bytes, self._first_count = slot_bytes, first_count
         self._member = self._members.index(lane.rank)
-        self._ring_bytes = slot_bytes * self._depth
+        self._ring_bytes = slot_bytes * _DEPTH
         n = len(members)
-        self._data_bytes = n * (n - 1) * self._ring_bytes if via == "segment" else 0
+        self._book_bytes = -(-book_bytes(n) // _SLOT_STEP_BYTES) * _SLOT_STEP_BYTES
+        self._data_bytes = self._book_bytes + n * (n - 1) * self._ring_bytes
         self._segment: Segment | None = None
 
     def make_segment(self) -> None:
@@ -147,34 +152,27 @@ class _Making:
             if leads and self._segment is not None:
                 self._segment.unlink()
 
-    def make_windows(self, streams: Streams) -> Windows:
-        """Register the segment, exchange handles of device memory, set the counts."""
+    def make_windows(self, streams: Streams) -> tuple[Windows, Meetings]:
+        """Register the segment, set the counts."""
         lane, segment = self._lane, self._segment
         assert segment is not None, "the segment is made first"
-        handle = b""
-        mine = flags = 0
+        flags = 0
         with _together(lane):
             flags = streams.register(segment.address, segment.size)
-            if self._via == "peer" and len(self._members) > 1:
-                mine, handle = streams.allocate(self._ring_bytes * (len(self._members) - 1))
-        handles = gather_bytes(lane, handle, HANDLE_BYTES, padded=False)
         outgoing: dict[int, int] = {}
         incoming: dict[int, int] = {}
-        with _together(lane):
-            for index, peer in enumerate(self._members):
-                if index == self._member:
-                    continue
-                if self._via == "peer":
-                    outgoing[peer] = streams.open(handles[peer]) + self._ring(self._member, index) * self._ring_bytes
-                    incoming[peer] = mine + self._ring(index, self._member) * self._ring_bytes
-                else:
-                    outgoing[peer] = flags + self._in_segment(segment, self._member, index)
-                    incoming[peer] = flags + self._in_segment(segment, index, self._member)
-            windows = Windows(
-                lane.rank, self._members, streams, segment, flags, outgoing, incoming, self._slot_bytes, self._depth
-            )
-            windows.start_counts_at(self._first_count)
-        return windows
+        for index, peer in enumerate(self._members):
+            if index != self._member:
+                outgoing[peer] = flags + self._in_segment(segment, self._member, index)
+                incoming[peer] = flags + self._in_segment(segment, index, self._member)
+        windows = Windows(
+            lane.rank, self._members, streams, segment, flags, outgoing, incoming, self._slot_bytes, _DEPTH
+        )
+        windows.start_counts_at(self._first_count)
+        meetings = Meetings(lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count)
+        with _together(lane):  # all flags are set
+            pass
+        return windows, meetings
 
     @staticmethod
     def _ring(source: int, target: int) -> int:
@@ -183,18 +181,17 @@ class _Making:
 
     def _in_segment(self, segment: Segment, source: int, target: int) -> int:
         ring = target * (len(self._members) - 1) + self._ring(source, target)
-        return segment.data_at + ring * self._ring_bytes
+        return segment.data_at + self._book_bytes + ring * self._ring_bytes
 
 
-def gather_bytes(lane: HostTransport, mine: bytes, size: int, *, padded: bool = True) -> list[bytes]:
+def gather_bytes(lane: HostTransport, mine: bytes, size: int) -> list[bytes]:
     """Give everybody's bytes to everybody, of a size that all know."""
     assert len(mine) <= size, "the size is that of the longest"
     block = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if mine:
         block[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered: Tensor = lane.all_gather(block).wait()
-    blocks = [bytes(part.numpy()) for part in gathered.reshape(lane.world_size, size)]
-    return [part.rstrip(b"\0") for part in blocks] if padded else blocks
+    return [bytes(part.numpy()).rstrip(b"\0") for part in gathered.reshape(lane.world_size, size)]
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def threads_engine(name: str, rank: int, world_size: int, timeout_s: float) -> E
     hosts = Hosts(tuple(int(name == "hosts" and peer >= world_size // 2) for peer in range(world_size)))
     via: Via = "segment" if name == "segment" else "peer"
     members = hosts.members(hosts.hosts[rank])
-    inside = CopyEngine(rank, members, timeout_s, via, SMALL_WINDOW, make, first_count=2**32 - 5)
+    inside = CopyEngine(rank, members, timeout_s, via, SMALL_WINDOW, make, first_count=2**32 - 5, direct_from=16)
     return HostsEngine(rank, hosts, inside, staging) if name == "hosts" else inside
 
 
