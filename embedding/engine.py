@@ -20,6 +20,7 @@ from .errors import EmbeddingError
 from .forms import Layout
 from .host_ids import HostIds
 from .lanes import open_lanes
+from .late_check import LateCheck
 from .optimizer import Adam, FusedOptimizer, GradScale, Optimizer, RowwiseAdagrad, Sgd, Stamp
 from .planner import Batch, Planner, Slot
 from .scaling import read_scale
@@ -117,6 +118,7 @@ class Engine:
         self._background_channel = (background or transport).channel("embedding background", check_sizes=False)
         self._wire_dtype = wire_dtype
         self._planner: Planner | None = None
+        self._late_check: LateCheck | None = None
         self._contexts: list[GroupContext] = []
         self._queue: deque[Batch] = deque()
         self._running = False
@@ -143,8 +145,12 @@ class Engine:
         refuse_checkpointing()
         planner = self._open()
         planner.check()
-        batch = self._take(planner, HostIds(ids))
+        given = HostIds(ids)
+        batch = self._take(planner, given)
         planner.wait(batch)
+        if self._late_check is not None:
+            self._late_check.look()
+            self._late_check.add(given, batch.ids)
         upcoming = self._queue[0] if self._queue and not self.synchronous else None
         if upcoming is not None:
             planner.wait(upcoming)
@@ -286,6 +292,8 @@ class Engine:
         """Start lanes and the id plane at the first batch, when tables have come to where they stay."""
         if self._planner is None:
             self._lanes = open_lanes(self._urgent_channel, self._background_channel, self.device)
+            if self.device.type == "cuda":
+                self._late_check = LateCheck([slot.feature for slot in self._slots], self.device)
             layouts = [shard.layout for shard in self.shards]
             collides = not self.synchronous
             self._planner = Planner(self._ids_channel, layouts, self._slots, self.device, collides=collides)

@@ -22,7 +22,8 @@ class HostIds:
 
     Attributes:
         sizes: Number of ids of each.
-        tensors: The tensors as given.
+        tensors: The tensors as given, flat.
+        fingerprints: Of each list, once the id plane has read it for tables on a GPU.
     """
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
@@ -30,6 +31,7 @@ class HostIds:
         self.sizes = [len(each) for each in self.tensors]
         self._host: list[Tensor] | None = None
         self._event: torch.cuda.Event | None = None
+        self.fingerprints: list[int] = []
 
     def begin(self) -> None:
         """Begin to copy, behind what the current stream does; on the trainer's thread."""
@@ -69,3 +71,13 @@ def _to_host(ids: Tensor) -> Tensor:
     if not ids.is_cuda:
         return ids
     return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+
+
+def fingerprint(ids: Ints) -> int:
+    """The sum of ids, each times its place from 1, modulo 2⁶⁴ as a signed number.
+
+    Example:
+        >>> fingerprint(np.array([5, 7]))
+        19
+    """
+    return int((ids * np.arange(1, len(ids) + 1)).sum())

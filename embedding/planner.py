@@ -24,7 +24,7 @@ from .collision import Stamps, num_bytes, pack_masks, unpack_masks
 from .device_arrays import Upload
 from .errors import IdOutOfRange, OutOfStep
 from .forms import Bits, Ints, Layout
-from .host_ids import HostIds
+from .host_ids import HostIds, fingerprint
 from .lanes import end_thread
 from .plan import GroupPlan, ask
 
@@ -217,6 +217,8 @@ class _Work:
     def _exchange(self, batch: Batch, kind: Kind) -> None:
         """Fill `batch.groups` up to what each rank is asked for."""
         batch.ids.wait()
+        if self._device.type == "cuda":
+            batch.ids.fingerprints = [fingerprint(each) for each in batch.ids.arrays]
         fault = self._find_fault(batch.ids.arrays)
         if fault is None:
             batch.groups = [ask(layout, self._calls(g, batch.ids.arrays)) for g, layout in enumerate(self._layouts)]

@@ -103,16 +103,16 @@ class Shard:
             target.index_copy_(0, plan.rows, kept.to(target.dtype))
 
     def _update_on_device(self, sums: Tensor, rows: Tensor, stamp: Stamp, lane: int) -> None:
-        from ..kernels.update_rows import on_device, update_rows
+        from ..kernels.update_rows import update_rows
 
-        device, optimizer = self.weights.device, self.optimizer
-        numbers = on_device([stamp.divisor, *optimizer.numbers(stamp)], device)
-        scale = stamp.scale
-        if isinstance(scale, Tensor):
-            scale = scale.to(device, torch.float32)
-        divisor = scale if isinstance(scale, Tensor) else None if scale == 1 else on_device([scale], device)
-        states = list(self.states.values())
-        update_rows(self.weights, sums, rows, states, numbers, divisor, self.skipped[lane], optimizer.rule)
+        scale, factor = None, 1.0
+        if isinstance(stamp.scale, Tensor):
+            scale = stamp.scale.to(self.weights.device, torch.float32, non_blocking=True)
+        else:
+            factor = stamp.scale
+        numbers = [float(stamp.divisor), factor, *self.optimizer.numbers(stamp)]
+        states, skipped = list(self.states.values()), self.skipped[lane]
+        update_rows(self.weights, sums, rows, states, numbers, scale, skipped, self.optimizer.rule)
 
 
 def _draw(table: Table, seed: int, begin: int, device: torch.device) -> Tensor:

@@ -97,7 +97,8 @@ def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
 
     Example:
         >>> arrays = plan_tree(np.array([2, 0, 1]), np.array([2, 0, 1]))
-        >>> tree = SumTree(arrays.size, 0, [(torch.from_numpy(i), torch.from_numpy(o), None) for i, o, _ in arrays.rounds])
+        >>> rounds = [(torch.from_numpy(i), torch.from_numpy(o), None) for i, o, _ in arrays.rounds]
+        >>> tree = SumTree(arrays.size, 0, rounds)
         >>> sum_tree(torch.tensor([[1.0], [2.0], [4.0]]), tree).tolist()
         [[5.0], [0.0], [2.0]]
     """

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedding_runs import Data, shard_of
 from freescale.embedding import Adam, EmbeddingError, PrioritizedEmbeddingCollection, RowwiseAdagrad, Sgd, Table
 from freescale.transport import Transport, connect
+
+from embedding_runs import Data, shard_of
 from rank_threads import run_in_threads
 
 TABLES = [Table("item", 21, 4, ["clicked", "shown"]), Table("user", 3, 4)]
@@ -62,7 +63,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another optimizer"):
         make(connect("local"), Sgd(lr=0.1)).load_sharded(tmp_path)
     other = PrioritizedEmbeddingCollection([Table("shop", 2, 4)], connect("local"), optimizer=Adam(lr=0.1))
-    with pytest.raises(ValueError, match="must hold tables .'shop'., got .'item', 'user'."):
+    with pytest.raises(ValueError, match=r"must hold tables \['shop'\], got \['item', 'user'\]"):
         other.load_sharded(tmp_path)
     torch.save({}, tmp_path / "rank_0_of_2.pt")
     with pytest.raises(ValueError, match=r"must hold the files of one save, got those of \[1, 2\] ranks"):
@@ -134,7 +135,7 @@ def test_a_state_dict_is_that_of_an_embedding_collection() -> None:
     [
         (lambda state: state.pop("embeddings.user.weight"), 'Missing key.*"embeddings.user.weight"'),
         (lambda state: state.update(extra=torch.ones(1)), 'Unexpected key.*"extra"'),
-        (lambda state: state.update({"embeddings.user.weight": torch.ones(4, 4)}), r"must have shape \[3, 4\].*got \[4, 4\]"),
+        (lambda state: state.update({"embeddings.user.weight": torch.ones(4, 4)}), r"must have shape \[3, 4\]"),
     ],
 )  # fmt: skip
 def test_state_dicts_that_do_not_fit_are_refused(change: Callable[[Any], object], words: str) -> None:

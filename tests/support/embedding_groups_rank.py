@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
-from embedding_runs import Data, shard_of
 from freescale.embedding import Adam, PrioritizedEmbeddingCollection, Sgd, Table
 from freescale.transport import connect
+
+from embedding_runs import Data, shard_of
 
 TABLES = [Table("item", 21, 4), Table("user", 3, 4)]
 STEPS = 4
@@ -45,7 +47,7 @@ def check_checkpoints(folder: str) -> None:
         for step in range(STEPS):
             tables.prefetch(data.batch(rank, step + 1))
             sum(each.square().sum() for each in tables(data.batch(rank, step)).values()).backward()
-        dcp.save(state_of(tables), checkpoint_id=f"{folder}/saved", process_group=groups[4])
+        save(state_of(tables), checkpoint_id=f"{folder}/saved", process_group=groups[4])
         saved = whole(tables)
         if rank == 0:
             torch.save(saved, f"{folder}/whole.pt")
@@ -56,7 +58,7 @@ def check_checkpoints(folder: str) -> None:
         if rank < size:
             tables = make(group, seed=1)
             state = state_of(tables)
-            dcp.load(state, checkpoint_id=f"{folder}/saved", process_group=group)
+            load(state, checkpoint_id=f"{folder}/saved", process_group=group)
             tables.load_state_dict(state["model"])
             tables.fused_optimizer.load_state_dict(state["optimizer"])
             for name, value in whole(tables).items():
@@ -73,7 +75,7 @@ def _check_plain_collection(folder: str, expected: dict[str, Tensor]) -> None:
     configs = [EmbeddingConfig(name=t.name, embedding_dim=4, num_embeddings=t.num_embeddings) for t in TABLES]
     plain = EmbeddingCollection(tables=configs)
     state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=f"{folder}/saved", no_dist=True)
+    load(state, checkpoint_id=f"{folder}/saved", no_dist=True)
     plain.load_state_dict(state["model"])
     for name, value in plain.state_dict().items():
         assert torch.equal(value, expected[name]), name
