@@ -20,7 +20,7 @@ from rich.console import Console
 from .arguments import at_least_one
 from .embedding_launches import Launcher, read_traces
 from .embedding_settings import LINKS, Sizes
-from .end_to_end_report import Key, Row, faults, rows, tables, verdicts
+from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verdicts
 from .end_to_end_settings import CONTENDERS, Cell, Pace, Settings
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         broken, version = _run(options, Path(folder), found, started, console)
     result = rows(found, options.ranks)
-    for table in tables(result):
+    for table in [*tables(result), *host_stages(found)]:
         print_table(table, console)
     said = [*faults(found), *broken]
     for line in [*verdicts(result), *said]:
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo, small (default cuda)")
     add("--ranks", type=at_least_one, default=2, help="one a GPU (default 2)")
-    add("--contenders", nargs="+", choices=tuple(CONTENDERS), default=list(CONTENDERS), help="default: all")
+    add("--contenders", nargs="+", choices=tuple(CONTENDERS), help="default: all that run there")
     add("--links", nargs="+", choices=tuple(LINKS), help="default: nvlink and shared memory")
     add("--cuts", type=at_least_one, nargs="+", help="longest histories, in ids (default 8000 21000 2000)")
     add("--batch-sizes", type=at_least_one, nargs="+", help="samples a rank (default 128 32 512)")
@@ -104,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _complete(options: argparse.Namespace) -> None:
     """Fill in what depends on the device, and refuse what makes no sense."""
+    if options.device == "cpu" and "sdd_dedup" in (options.contenders or []):
+        raise ValueError("sdd_dedup runs on GPUs only: FBGEMM removes duplicates there")
+    options.contenders = options.contenders or [c for c in CONTENDERS if options.device == "cuda" or c != "sdd_dedup"]
     for name, default in _DEFAULTS[options.device].items():
         setattr(options, name, getattr(options, name) or default)
     if not 0 <= options.ratio <= 100:
@@ -172,7 +175,7 @@ def _write(
         console.print(f"measurements: {options.json}")
     if options.results is not None:
         told = "\n".join(f"- {line}" for line in verdicts(result))
-        parts: list[Table | str] = [*said, *tables(result), told]
+        parts: list[Table | str] = [*said, *tables(result), told, *host_stages(found)]
         title = "Balanced and prioritized, beside TorchRec"
         path = write_result(options.results, f"end-to-end-{options.device}", title, about, parts)
         console.print(f"written to {path}")

@@ -107,6 +107,10 @@ def _sdd(setup: Setup) -> Contender:
     return _torchrec(setup, TrainPipelineSparseDist, is_balanced=False)
 
 
+def _sdd_dedup(setup: Setup) -> Contender:
+    return _torchrec(setup, TrainPipelineSparseDist, is_balanced=False, deduplicates=True)
+
+
 def _balanced(setup: Setup) -> Contender:
     return _torchrec(setup, TrainPipelineSparseDist, is_balanced=True)
 
@@ -122,18 +126,20 @@ def _freescale(setup: Setup) -> Contender:
 BUILDERS: dict[str, Callable[[Setup], Contender]] = {
     "base": _base,
     "sdd": _sdd,
+    "sdd_dedup": _sdd_dedup,
     "balanced": _balanced,
     "prioritized": _prioritized,
     "freescale": _freescale,
 }
 
 
-def _torchrec(setup: Setup, pipeline: Any, *, is_balanced: bool) -> Contender:
+def _torchrec(setup: Setup, pipeline: Any, *, is_balanced: bool, deduplicates: bool = False) -> Contender:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": setup.learning_rate, "eps": 1e-8}
     tables = EmbeddingCollection(tables=setup.configs(), device=torch.device("meta"))
-    model = shard_row_wise(setup, Recommender(tables, setup.tower()), EmbeddingCollectionSharder(fused))
+    sharder = EmbeddingCollectionSharder(fused, use_index_dedup=deduplicates)
+    model = shard_row_wise(setup, Recommender(tables, setup.tower()), sharder)
     made = pipeline(model, setup.dense_optimizer(model), setup.device)
     return Contender(setup, model, made, is_balanced=is_balanced, prepares=False)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..transport import connect
@@ -134,7 +135,9 @@ class Rank:
         steps = self._settings.pace.traced
         if not steps or self._device.type != "cuda":
             return
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        all_threads = _ExperimentalConfig(profile_all_threads=True)  # the balancer's too
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, experimental_config=all_threads) as profiler:
             for number in range(steps):
                 with record_function(f"step_{number}"):
                     contender.step()

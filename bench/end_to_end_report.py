@@ -145,12 +145,29 @@ def _cells(row: Row, baseline: Row | None) -> list[str]:
     ]
 
 
+def host_stages(found: list[dict[str, Any]]) -> Iterator[Table]:
+    """How long the host spends in each named range of a step, by contender: who waits for whom, on the slower rank."""
+    for link, cell in dict.fromkeys((e["link"], Cell(**e["cell"])) for e in found if e["kind"] == "trace"):
+        by_name: dict[str, dict[str, float]] = {}
+        for each in found:
+            if each["kind"] == "trace" and (each["link"], Cell(**each["cell"])) == (link, cell):
+                for name, ms in each.get("times", {}).get("stages", {}).items():
+                    of_stage = by_name.setdefault(name, {})
+                    of_stage[each["contender"]] = max(ms, of_stage.get(each["contender"], 0.0))
+        shown = [name for name in CONTENDERS if any(name in each for each in by_name.values())]
+        table = Table(f"{link}: {cell.title}: milliseconds of the host", ["", *shown])
+        for name, of_stage in by_name.items():
+            table.add(name, *(f"{of_stage[c]:.2f}" if c in of_stage else "" for c in shown))
+        if shown:
+            yield table
+
+
 def verdicts(found: dict[Key, Row]) -> list[str]:
     """What was reached of the goals, a line for each link and workload."""
     said = []
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in found):
         ours = found.get((link, cell, "freescale"))
-        for name in ("base", "sdd"):
+        for name in ("base", "sdd", "sdd_dedup"):
             theirs = found.get((link, cell, name))
             if ours is not None and theirs is not None:
                 said.append(f"{link}, {cell.title}, against {CONTENDERS[name]}: {_verdict(ours, theirs)}")

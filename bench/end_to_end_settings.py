@@ -11,6 +11,7 @@ from .embedding_settings import Sizes
 CONTENDERS: dict[str, str] = {
     "base": "TorchRec, TrainPipelineBase",
     "sdd": "TorchRec, SDD",
+    "sdd_dedup": "TorchRec, SDD with use_index_dedup",
     "balanced": "TorchRec, SDD, balanced",
     "prioritized": "prioritized embeddings alone",
     "freescale": "prioritized and balanced",

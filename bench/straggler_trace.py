@@ -1,7 +1,8 @@
 """`python -m freescale.bench.straggler_trace TRACE…`: a step's time on average, and compute step by step (section 5.1).
 
 Ranks that wait for each other do so in another direction at every step; averages over steps do not show it. So the
-compute time of every single step is told too, for whoever has the traces of all ranks.
+compute time of every single step is told too, for whoever has the traces of all ranks; and how long the host spends in
+each range that our code names, on whichever thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def _read(path: Path) -> dict[str, Any]:
     times = step_times(events)
     last = times.num_steps + 3
     single = [step_times(events, skip_first=step, skip_last=last - step - 1) for step in range(2, last - 1)]
-    return asdict(times) | {"compute_by_step": [each.compute_ms for each in single]}
+    stages: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith("freescale"):
+            stages[event["name"]] = stages.get(event["name"], 0.0) + event.get("dur", 0) / 1e3 / last
+    return asdict(times) | {"compute_by_step": [each.compute_ms for each in single], "stages": stages}
 
 
 if __name__ == "__main__":
