@@ -179,6 +179,7 @@ class _MpiTicket:
         except error_type as error:
             raise _translate(error) from error
         self.done = False
+        self._is_new = True
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
 
@@ -198,6 +199,9 @@ class _MpiTicket:
         """See `Ticket.poll`."""
         if self.done:
             return True
+        if self._is_new:  # MPI has just done what can be done at once
+            self._is_new = False
+            return False
         try:
             self.done = self._request.Test()
         except self._error_type as error:

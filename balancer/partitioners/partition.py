@@ -197,6 +197,8 @@ def _deal_to_few(rows: Floats) -> Ints:
 
     Sorts a list in Python: calls of NumPy take as long for few ranks, and each sort of theirs lets another thread in.
     """
+    if rows.shape[1] == 2:
+        return _deal_to_two(rows)
     loads = [(0.0, rank) for rank in range(rows.shape[1])]
     dealt: list[list[int]] = []
     for row in rows.tolist():
@@ -204,6 +206,18 @@ def _deal_to_few(rows: Floats) -> Ints:
         loads = [(load + cost, rank) for (load, rank), cost in zip(loads, row, strict=True)]
         loads.sort(key=_LOAD)
     return np.array(dealt, dtype=np.int64).reshape(rows.shape)
+
+
+def _deal_to_two(rows: Floats) -> Ints:
+    """As `_deal_to_few`, for two ranks: all there is to follow is how much more the first one has."""
+    more, first_is_lighter, firsts = 0.0, True, []
+    for difference in (rows[:, 0] - rows[:, 1]).tolist():
+        firsts.append(0 if first_is_lighter else 1)
+        more += difference if first_is_lighter else -difference
+        if more:
+            first_is_lighter = more < 0
+    first = np.array(firsts, dtype=np.int64)
+    return np.stack([first, 1 - first], axis=1)
 
 
 def _deal_merged(rows: Floats) -> Ints:
