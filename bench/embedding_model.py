@@ -108,7 +108,7 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, 
         attended = varlen_attn(query, key, value, starts, starts, longest, longest, window_size=(-1, 0))
         assert isinstance(attended, Tensor)
         return attended
-    histories = []
+    histories = [value[:0]]  # there may be none
     for low, high in pairwise(starts.tolist()):
         q, k, v = (each[low:high].transpose(0, 1).unsqueeze(0) for each in (query, key, value))
         histories.append(functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1))

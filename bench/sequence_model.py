@@ -1,7 +1,8 @@
 """A small sequence recommender: jagged attention over the history, scored candidates (paper, section 2.1).
 
 Its time grows with the tokens and, in the attention, with the square of each history's length, as that of
-production models does. It reads `JaggedBatch`es as they come from Parquet; ids find their row by remainder.
+production models does. It reads `JaggedBatch`es as they come from Parquet; ids find their row by remainder. Its attention
+is that of `embedding_model`: PyTorch's jagged flash kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..balancer import Column, JaggedBatch
+from .embedding_model import jagged_attention
 from .roles import Roles
 
 _LARGE_PRIME = 1_000_003
@@ -73,7 +75,7 @@ class SequenceModel(nn.Module):
         lengths = column.levels[0]
         if self.roles.label is None:  # the last item is what is to be told: the model may not see it
             ends = lengths.cumsum(0)
-            kept = torch.ones(len(embedded), dtype=torch.bool)
+            kept = torch.ones(len(embedded), dtype=torch.bool, device=embedded.device)
             kept[ends[lengths > 0] - 1] = False
             embedded, lengths = embedded[kept], (lengths - 1).clamp(min=0)
         return embedded, lengths
@@ -83,7 +85,7 @@ class SequenceModel(nn.Module):
         if self.roles.label is None:
             return self._last_items(batch[self.roles.uih])
         labels = (batch[self.roles.label].values > 0).float()
-        one_each = torch.ones(batch.batch_size, dtype=torch.int64)
+        one_each = torch.ones(batch.batch_size, dtype=torch.int64, device=labels.device)
         if self.roles.candidates is None:
             return self.question.expand(batch.batch_size, -1), one_each, labels
         column = batch[self.roles.candidates]
@@ -97,10 +99,10 @@ class SequenceModel(nn.Module):
     def _last_items(self, column: Column) -> tuple[Tensor, Tensor, Tensor]:
         """Make two candidates of each history: its last item, and another that the last one determines."""
         lengths = column.levels[0]
-        last = torch.zeros(len(lengths), dtype=torch.int64)
+        last = torch.zeros(len(lengths), dtype=torch.int64, device=lengths.device)
         last[lengths > 0] = column.values[lengths.cumsum(0)[lengths > 0] - 1].long()
         pairs = torch.stack([last, last * _LARGE_PRIME + 1], dim=1).flatten()
-        labels = torch.tensor([1.0, 0.0]).repeat(len(lengths))
+        labels = torch.tensor([1.0, 0.0], device=lengths.device).repeat(len(lengths))
         return self.items(self._rows(pairs)), torch.full_like(lengths, 2), labels
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ class SequenceModel(nn.Module):
 
 
 class JaggedAttention(nn.Module):
-    """Causal self-attention inside each segment; no padding is computed.
+    """Causal self-attention inside each segment; no padding is computed. On a GPU use it under bfloat16 autocast.
 
     Args:
         width: Width of a token, a multiple of num_heads.
@@ -132,18 +134,12 @@ class JaggedAttention(nn.Module):
             Shape [lengths.sum(), width].
         """
         heads = self.project_in(tokens).view(len(tokens), 3, self.num_heads, tokens.shape[1] // self.num_heads)
-        attended = [
-            _attend(segment.permute(1, 2, 0, 3).unsqueeze(1)) for segment in heads.split(lengths[lengths > 0].tolist())
-        ]
-        joined: Tensor = self.project_out(torch.cat([tokens[:0], *attended]))
-        return joined
-
-
-def _attend(heads: Tensor) -> Tensor:
-    """Attend in one segment. From shape [3, 1, num_heads, length, head_width] to [length, width]."""
-    query, key, value = heads.unbind(0)
-    attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return attended.squeeze(0).transpose(0, 1).flatten(1)
+        query, key, value = (each.contiguous() for each in heads.unbind(1))
+        lengths = lengths[lengths > 0]
+        starts = functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = int(lengths.max()) if len(lengths) else 0
+        attended: Tensor = self.project_out(jagged_attention(query, key, value, starts, longest).flatten(1))
+        return attended
 
 
 def _table(num_rows: int, width: int) -> nn.Embedding:
@@ -154,7 +150,7 @@ def _table(num_rows: int, width: int) -> nn.Embedding:
 
 def _mean_by_segment(values: Tensor, lengths: Tensor) -> Tensor:
     """Average each segment's rows; an empty segment gives zeros. Shape [num_segments, width]."""
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    segment = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     total = values.new_zeros(len(lengths), values.shape[1]).index_add(0, segment, values)
     return total / lengths.clamp(min=1).unsqueeze(1)
 
