@@ -15,10 +15,14 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := -qq
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo report test lint clean
 
 demo: $(READY)
 	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+# The paper's evaluation as one page, out/report/index.html: make report DATA=clicks.parquet:history ARGS=--quick
+report: $(READY)
+	$(VENV)/bin/python -m freescale.bench.report $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(READY) lint
 	$(VENV)/bin/pytest

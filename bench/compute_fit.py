@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,10 @@ from ..balancer.partitioners.least_squares import non_negative_least_squares
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+RESULTS = Path(__file__).parent / "results"
+COMPUTE_PATTERN = "*-virtual_ranks*.json"
+"""Where earlier results lie, and which of them hold a fit."""
 
 _TERMS = ("step", "item", "item_squared", "sample")
 

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .arguments import at_least_one
-from .compute_fit import ComputeFit
+from .compute_fit import COMPUTE_PATTERN, RESULTS, ComputeFit
 from .environment import environment
-from .simulate_check import compare, comparison_table
-from .simulate_check import said as said_of
+from .simulate_check import compare
+from .simulate_comparison import comparison_table
+from .simulate_comparison import said as said_of
 from .simulate_load import Workload, as_loaded, by_measured_cost, step_loads
 from .simulate_network import CLUSTERS, Cluster, cluster_of
 from .simulate_schedule import Schedule
@@ -35,8 +36,6 @@ _EPILOG = f"""examples:
 Nothing here is measured on many GPUs: steps are simulated from measured compute time, real lengths, the real
 partitioner, ids as they are, and an alpha-beta model of the network. Clusters: {", ".join(CLUSTERS)};
 each parameter can be set, as in paper:between_gb_s=12.5,host_ms=1. Open the trace at https://ui.perfetto.dev."""
-
-_RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"written to {path}")
 
 
-_UNCHECKED = "Not checked against measured steps: give --check the JSON of bench.embedding for that."
+_UNCHECKED = (
+    "Not checked against measured steps: give --check the JSON of bench.embedding or bench.end_to_end for that."
+)
 
 
 def _print(part: Table | str, console: Console) -> None:
@@ -178,7 +179,7 @@ def compute_of(path: Path | None, layers: float = 1.0) -> tuple[ComputeFit, str]
         ValueError: There is none, or it is no such file; says how to make one.
     """
     if path is None:
-        there = sorted(_RESULTS.glob("*-virtual_ranks*.json"))
+        there = sorted(RESULTS.glob(COMPUTE_PATTERN))
         if not there:
             raise ValueError(
                 "compute time is not known: run python -m freescale.bench.virtual_ranks --json FILE, then give "

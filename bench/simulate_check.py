@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 
 from .embedding_report import Report
 from .embedding_settings import Cell, Sizes
+from .simulate_check_steps import compare_steps
+from .simulate_comparison import LINKS, Comparison
 from .simulate_network import CLUSTERS, Cluster
 from .simulate_step import TECHNIQUES, Model, StepLoad, Technique, simulate
 from .simulate_traffic import Traffic
-from .tables import Table
 
-_LINKS = {"nvlink": "nvlink_pair", "shared memory": "shared_memory", "sockets": "sockets"}
 _CONTENDERS = {
     "base": "TorchRec",
     "sdd": "TorchRec, SDD",
@@ -29,49 +28,23 @@ _NO_SIZES = Sizes(batch_size=0, num_rows=0, dim=0, width=0, num_layers=0, median
 _STEPS = 6
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One contender in one workload over one link, measured and simulated.
-
-    Attributes:
-        link: What NCCL ran over.
-        workload: For people.
-        technique: What the trainer did.
-        world_size: Ranks.
-        compute_ms: Measured, and taken from the measurement.
-        measured_ms: The bubble: a step without its computing.
-        simulated_ms: The same, simulated.
-    """
-
-    link: str
-    workload: str
-    technique: str
-    world_size: int
-    compute_ms: float
-    measured_ms: float
-    simulated_ms: float
-
-    @property
-    def step_error(self) -> float:
-        """By how much the simulated step is too long, as a share of the measured one."""
-        measured = self.compute_ms + self.measured_ms
-        return (self.simulated_ms - self.measured_ms) / measured if measured else 0.0
-
-
 def compare(path: Path) -> list[Comparison]:
-    """Simulate what bench.embedding has measured, with the same rows and the computing that it found.
+    """Simulate what bench.embedding or bench.end_to_end has measured, with the computing that they found.
 
     Raises:
         ValueError: Not readable, or nothing in it was traced: bubbles are read from traces.
     """
     try:
         found: list[dict[str, Any]] = json.loads(path.read_text())["found"]
-        report = Report(_NO_SIZES, found, [], [])
-        compared = [
-            each for link in report.links() for cell in report.cells(link) for each in _cell(report, link, cell)
-        ]
+        if any("batch_size" in each.get("cell", {}) for each in found):
+            compared = compare_steps(found)
+        else:
+            report = Report(_NO_SIZES, found, [], [])
+            cells = [(link, cell) for link in report.links() for cell in report.cells(link)]
+            compared = [each for link, cell in cells for each in _cell(report, link, cell)]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what bench.embedding writes: {type(error).__name__}: {error}") from error
+        kinds = "bench.embedding or bench.end_to_end"
+        raise ValueError(f"{path} is not what {kinds} writes: {type(error).__name__}: {error}") from error
     if not compared:
         raise ValueError(f"{path} has no traced step of {', '.join(_CONTENDERS)} to compare with")
     return compared
@@ -82,7 +55,7 @@ def _cell(report: Report, link: str, cell: Cell) -> list[Comparison]:
     if load is None:
         return []
     world_size = len(load["tables"][0]["remote_requests"])
-    cluster = replace(CLUSTERS[_LINKS[link]], **({} if link == "sockets" else {"gpus_per_host": world_size}))
+    cluster = replace(CLUSTERS[LINKS[link]], **({} if link == "sockets" else {"gpus_per_host": world_size}))
     compared = []
     for contender in report.contenders(link, cell):
         measured = report.measured(link, cell, contender)
@@ -122,38 +95,3 @@ def _traffic(tables: Sequence[dict[str, Any]], world_size: int) -> Traffic:
     of = {"occurrences": occurrences, "asked": asked, "served": asked, "late": urgent, "late_served": urgent}
     of |= {"urgent": urgent, "urgent_served": urgent}
     return Traffic(**{name: np.full(world_size, float(value)) for name, value in of.items()}, real=True)
-
-
-def comparison_table(compared: Sequence[Comparison]) -> Table:
-    """Show both, and how far they are apart."""
-    heads = [
-        "link, workload, technique",
-        "ranks",
-        "computing ms",
-        "bubble, measured",
-        "bubble, simulated",
-        "step off %",
-    ]
-    table = Table("Simulated beside measured", heads)
-    for each in compared:
-        table.add(
-            f"{each.link}, {each.workload}, {each.technique}",
-            str(each.world_size),
-            f"{each.compute_ms:.1f}",
-            f"{each.measured_ms:.2f}",
-            f"{each.simulated_ms:.2f}",
-            f"{100 * each.step_error:+.1f}",
-        )
-    return table
-
-
-def said(compared: Sequence[Comparison]) -> str:
-    """Say how far the simulation is off."""
-    steps = [abs(each.step_error) for each in compared]
-    bubbles = [abs(each.simulated_ms - each.measured_ms) for each in compared]
-    middle, most = 100 * statistics.median(steps), 100 * max(steps)
-    return (
-        f"Checked against {len(compared)} measured steps: a simulated step is off by {middle:.1f} % in the median and "
-        f"{most:.1f} % at most; a bubble by {statistics.median(bubbles):.2f} ms in the median and {max(bubbles):.2f} "
-        "ms at most."
-    )

@@ -32,6 +32,10 @@ class Cluster:
         device_gb_s: Bandwidth of GPU memory that lookups and updates of rows reach.
         host_ms: Time of the host in an id exchange that nothing hides: sizes are read back from the GPU, and kernels
             that were queued ahead run out.
+        gap_ms: Gaps between kernels that every step has, whatever the trainer does.
+
+    `host_ms` and `gap_ms` are what TorchRec's pipelines showed on two H200s: the difference of two bubbles, and a
+    bubble without its traffic.
     """
 
     gpus_per_host: int = 8
@@ -43,6 +47,7 @@ class Cluster:
     round_us: float = 10.0
     device_gb_s: float = 1500.0
     host_ms: float = 3.0
+    gap_ms: float = 0.6
 
     def __post_init__(self) -> None:
         for each in fields(self):

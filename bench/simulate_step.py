@@ -90,8 +90,8 @@ class Simulated:
     Attributes:
         step_ms: Length of a step.
         straggler_percentage: Waiting for the slowest rank, as a share of the step.
-        exposed_ms: Transfers in the way of computing, and what the host adds.
-        bubble_ms: Waiting and exposed traffic: the step without its computing.
+        exposed_ms: Transfers in the way of computing.
+        bubble_ms: Waiting, exposed transfers, and what the host adds: the step without its computing.
         samples_per_s: Of all ranks.
     """
 
@@ -133,7 +133,7 @@ def simulate(
     found = Simulated(
         step_ms=1e3 * seconds,
         straggler_percentage=100 * waited / seconds,
-        exposed_ms=1e3 * (moved + hosted),
+        exposed_ms=1e3 * moved,
         bubble_ms=1e3 * (waited + moved + hosted),
         samples_per_s=samples / seconds,
     )
@@ -189,6 +189,7 @@ class _Run:
     def _compute(self, step: StepLoad) -> None:
         """Forward, backward, and the dense gradients behind the latter."""
         schedule = self._schedule
+        schedule.host("gaps between kernels", 1e-3 * self._cluster.gap_ms)
         schedule.compute("forward", _FORWARD * step.compute_s)
         dense = self._cluster.all_reduce_s(self._model.dense_bytes, len(step.compute_s))
         ready = schedule.now + _BUCKETS * (1 - _FORWARD) * step.compute_s

@@ -38,7 +38,7 @@ from freescale.bench.simulate_traffic import (
 
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 # no latency and 1e9 bytes a second inside hosts and between them, so that sums by hand stay readable
-PLAIN = Cluster(2, 1.0, 1.0, 1.0, latency_us=0, peer_us=0, round_us=0, device_gb_s=1e9, host_ms=3.0)
+PLAIN = Cluster(2, 1.0, 1.0, 1.0, latency_us=0, peer_us=0, round_us=0, device_gb_s=1e9, host_ms=3.0, gap_ms=0)
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +226,9 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     found, _ = simulate_steps(BY_NAME["TorchRec"], steps_of([1.0, 2.0], traffic), PLAIN, model)
     ids, rows = 8 * 2e6 / 2 / 1e9, 500 * 2e6 / 2 / 1e9  # repeats travel; half of everything stays on its rank
     assert found.step_ms == pytest.approx(1e3 * (2.0 + ids + 2 * rows) + 3.0)
-    assert found.exposed_ms == pytest.approx(1e3 * (ids + 2 * rows) + 3.0)
+    assert found.exposed_ms == pytest.approx(1e3 * (ids + 2 * rows))
     assert found.straggler_percentage == pytest.approx(100 * 500.0 / found.step_ms)
-    assert found.bubble_ms == pytest.approx(found.exposed_ms + 500.0)
+    assert found.bubble_ms == pytest.approx(found.exposed_ms + 500.0 + 3.0), "the host, too, holds the step up"
     assert found.samples_per_s == pytest.approx(2e3 / found.step_ms)
     ahead, _ = simulate_steps(BY_NAME["TorchRec, SDD"], steps_of([1.0, 2.0], traffic), PLAIN, model)
     assert ahead.step_ms == pytest.approx(1e3 * (2.0 + 2 * rows))
@@ -371,7 +371,7 @@ def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:
     sdd = compared["TorchRec, SDD"]
     assert (sdd.measured_ms, sdd.compute_ms, sdd.world_size) == (9.0, 100.0, 2)
     rows_ms = 1e3 * 400_000 * 512 / 2 / 23e9
-    assert sdd.simulated_ms == pytest.approx(2 * rows_ms, rel=0.1)
+    assert sdd.simulated_ms == pytest.approx(2 * rows_ms + CLUSTERS["shared_memory"].gap_ms, rel=0.1)
     assert sdd.step_error == pytest.approx((sdd.simulated_ms - 9.0) / 109.0)
     assert compared["TorchRec"].simulated_ms > sdd.simulated_ms + 3.0 > compared["prioritized only"].simulated_ms
     load = next(each for each in found if each["kind"] == "workload")
@@ -379,9 +379,33 @@ def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:
     assert slow > 10 * sdd.simulated_ms / 2
 
 
+def test_steps_of_uneven_ranks_are_simulated_with_their_own_computing(tmp_path: Path) -> None:
+    cell = {"cut": 8000, "batch_size": 128, "even": False}
+    found: list[dict[str, object]] = []
+    for rank, computing in enumerate(([100.0, 120.0], [110.0, 90.0])):
+        same = {"link": "nvlink", "rank": rank, "cell": cell}
+        found.append({"kind": "workload", **same, "ids_of_steps": [500_000, 520_000]})
+        for name in ("sdd", "freescale"):
+            timed = {"step_ms": [122.0], "losses": [1.0], "peak_bytes": 0, "waited_ms": []}
+            times = {"step_ms": 122.0, "compute_ms": 105.0, "bubble_ms": 17.0, "compute_by_step": computing}
+            times |= {"side_ms": 0.0, "copy_ms": 0.0, "idle_ms": 0.0, "traffic": {}}
+            found.append({"kind": "measurement", "contender": name, **same, **timed})
+            found.append({"kind": "trace", "contender": name, **same, "times": times})
+    (tmp_path / "steps.json").write_text(json.dumps({"found": found}))
+    sdd, ours = compare(tmp_path / "steps.json")
+    assert (sdd.technique, ours.technique) == ("TorchRec, SDD", "FreeScale over NCCL")
+    assert (sdd.measured_ms, sdd.compute_ms) == (17.0, 105.0)
+    waiting = (5.0 + 15.0) / 2  # 110 instead of 105 on average, then 120 instead of 105
+    assert ours.simulated_ms == pytest.approx(waiting + CLUSTERS["nvlink_pair"].gap_ms, abs=2.0)
+    assert sdd.simulated_ms > ours.simulated_ms
+
+
 def test_files_that_are_no_measurements_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
-    for text, message in (("{}", "is not what bench.embedding writes"), ('{"found": []}', "has no traced step")):
+    for text, message in (
+        ("{}", "is not what bench.embedding or bench.end_to_end writes"),
+        ('{"found": []}', "has no traced step"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             compare(path)
@@ -435,7 +459,7 @@ def test_mistakes_are_errors_without_a_traceback(
         ([*given_options, "--data", "zipf:speed=1"], "zipf has parameters"),
         ([*given_options, "--collisions", "2"], "--collisions must be from 0 to 1"),
         ([*given_options, "--contention", "-1"], "--contention must be in"),
-        ([*given_options, "--check", str(other)], "is not what bench.embedding writes"),
+        ([*given_options, "--check", str(other)], "is not what bench.embedding or bench.end_to_end writes"),
     ):
         assert simulate.main(arguments) == 1
         error = capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Runs what this machine allows and writes one page with plots, tables, hardware and commands (paper, section 5)."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .compute_fit import RESULTS
+from .environment import environment
+from .report_claims import claims
+from .report_parts import Machine, Part, Ran, parts_for, run_part
+
+try:
+    from jinja2 import Environment, FileSystemLoader
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+except ImportError as missing:  # torch brings the first, rich the second
+    raise SystemExit(f"error: the report needs jinja2 and markdown-it-py: {missing}") from missing
+
+_HERE = Path(__file__).parent
+_TITLE = "FreeScale: the paper's evaluation"
+_EPILOG = """examples:
+  python -m freescale.bench.report                                       # what this machine allows, into out/report
+  python -m freescale.bench.report --data data.parquet:uih_page --quick  # a few minutes, on your data
+  python -m freescale.bench.report --only virtual_ranks simulate
+
+The page holds its pictures and opens without anything beside it; PNGs and JSON files lie next to it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 1 if a part failed or the page could not be written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.report",
+        description="Answer the paper's questions on this machine, and write one self-contained page.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", metavar="SOURCE", help="path.parquet:column of histories to look at too")
+    parser.add_argument("--output", type=Path, default=Path("out/report"), metavar="FOLDER", help="default out/report")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; the others only by earlier results")
+    parser.add_argument("--quick", action="store_true", help="a few minutes in all")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        return _run(options, console)
+    except (ValueError, OSError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        return 1
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    folder: Path = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parts = chosen(parts_for(Machine(gpus, options.data, options.quick), folder), options.only)
+    done = []
+    for part in parts:
+        console.print(f"{part.name}: {part.title}", markup=False)
+        ran = run_part(part, folder)
+        done.append(ran)
+        console.print(f"  {ran.fault or f'{ran.seconds:.0f} s'}", markup=False, soft_wrap=True)
+    page = folder / "index.html"
+    page.write_text(render(done, RESULTS))
+    console.print(f"page: {page}", soft_wrap=True)
+    return int(any(ran.fault and ran.command for ran in done))
+
+
+def chosen(parts: Sequence[Part], only: Sequence[str] | None) -> list[Part]:
+    """The parts to run; those not asked for are kept and say so.
+
+    Raises:
+        ValueError: No part has a name that was asked for.
+    """
+    if only is None:
+        return list(parts)
+    names = [part.name for part in parts]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise ValueError(f"--only must name some of {', '.join(names)}, got {', '.join(unknown)}")
+    return [part if part.name in only else replace(part, lacks="to be asked for with --only") for part in parts]
+
+
+def render(done: Sequence[Ran], results: Path) -> str:
+    """Make the page.
+
+    Args:
+        done: What came of each part.
+        results: Folder of earlier results, shown newest first.
+    """
+    template = Environment(loader=FileSystemLoader(_HERE), autoescape=True).get_template("report_page.html")
+    earlier = [(path.stem, html_of(path)) for path in sorted(results.glob("*.md"), reverse=True)]
+    shown = [_shown(ran) for ran in done]
+    files = {ran.part.name: ran.json for ran in done}
+    page = template.render(title=_TITLE, environment=environment(), claims=claims(files), parts=shown, earlier=earlier)
+    return str(page)
+
+
+def _shown(ran: Ran) -> dict[str, Any]:
+    return {
+        "name": ran.part.name,
+        "title": ran.part.title,
+        "figure": ran.part.figure,
+        "simulated": ran.part.simulated,
+        "command": ran.command,
+        "seconds": ran.seconds,
+        "fault": ran.fault,
+        "printed": ran.printed,
+        "html": Markup(_markdown().render(ran.markdown)) if ran.markdown else "",  # written by our own commands
+        "picture": _inline(ran.picture) if ran.picture is not None else "",
+    }
+
+
+def html_of(path: Path) -> Markup:
+    """Turn a result file into HTML, with the pictures it shows inside."""
+    markdown = _markdown()
+    tokens = markdown.parse(path.read_text())
+    for token in tokens:
+        for child in token.children or []:
+            picture = path.parent / str(child.attrs.get("src", ""))
+            if child.type == "image" and picture.is_file():
+                child.attrs["src"] = _inline(picture)
+    return Markup(markdown.renderer.render(tokens, markdown.options, {}))
+
+
+def _markdown() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": False}).enable("table")
+
+
+def _inline(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

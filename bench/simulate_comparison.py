@@ -1,0 +1,76 @@
+"""A simulated step beside a measured one, and how far they are apart (paper, sections 5.2 and 5.4)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .tables import Table
+
+LINKS = {"nvlink": "nvlink_pair", "shared memory": "shared_memory", "sockets": "sockets"}
+"""Links of bench.embedding and bench.end_to_end, and the clusters that stand for them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One contender in one workload over one link, measured and simulated.
+
+    Attributes:
+        link: What NCCL ran over.
+        workload: For people.
+        technique: What the trainer did.
+        world_size: Ranks.
+        compute_ms: Measured, and taken from the measurement.
+        measured_ms: The bubble: a step without its computing.
+        simulated_ms: The same, simulated.
+    """
+
+    link: str
+    workload: str
+    technique: str
+    world_size: int
+    compute_ms: float
+    measured_ms: float
+    simulated_ms: float
+
+    @property
+    def step_error(self) -> float:
+        """By how much the simulated step is too long, as a share of the measured one."""
+        measured = self.compute_ms + self.measured_ms
+        return (self.simulated_ms - self.measured_ms) / measured if measured else 0.0
+
+
+def comparison_table(compared: Sequence[Comparison]) -> Table:
+    """Show both, and how far they are apart."""
+    heads = [
+        "link, workload, technique",
+        "ranks",
+        "computing ms",
+        "bubble, measured",
+        "bubble, simulated",
+        "step off %",
+    ]
+    table = Table("Simulated beside measured", heads)
+    for each in compared:
+        table.add(
+            f"{each.link}, {each.workload}, {each.technique}",
+            str(each.world_size),
+            f"{each.compute_ms:.1f}",
+            f"{each.measured_ms:.2f}",
+            f"{each.simulated_ms:.2f}",
+            f"{100 * each.step_error:+.1f}",
+        )
+    return table
+
+
+def said(compared: Sequence[Comparison]) -> str:
+    """Say how far the simulation is off."""
+    steps = [abs(each.step_error) for each in compared]
+    bubbles = [abs(each.simulated_ms - each.measured_ms) for each in compared]
+    middle, most = 100 * statistics.median(steps), 100 * max(steps)
+    return (
+        f"Checked against {len(compared)} measured steps: a simulated step is off by {middle:.1f} % in the median and "
+        f"{most:.1f} % at most; a bubble by {statistics.median(bubbles):.2f} ms in the median and {max(bubbles):.2f} "
+        "ms at most."
+    )

@@ -1,0 +1,149 @@
+"""The report: parts run alone, one that fails leaves the others, and the page holds everything it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from freescale.bench import report
+from freescale.bench.report_claims import NOT_HERE, claims
+from freescale.bench.report_parts import Machine, Part, parts_for, run_part
+from freescale.bench.virtual_study import AS_LOADED, COST_MODEL, FLOOR
+
+PARTITION = Part(
+    "partition", "How even?", "Figure 8", ("--world-size", "4", "--batch-size", "8", "--repeats", "1", "--no-reference")
+)
+
+
+class Balanced(HTMLParser):
+    """Checks that tags are closed in order."""
+
+    VOID = frozenset({"meta", "img", "br", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in self.VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def results(folder: Path) -> Path:
+    """A folder of one earlier result with a picture."""
+    folder.mkdir()
+    (folder / "picture.png").write_bytes(b"\x89PNG not really")
+    (folder / "2026-01-02-something.md").write_text(
+        "# Old\n\n![seen](picture.png)\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n"
+    )
+    return folder
+
+
+def test_a_part_runs_and_the_page_shows_it_without_anything_beside_it(tmp_path: Path) -> None:
+    ran = run_part(PARTITION, tmp_path)
+    assert not ran.fault
+    assert ran.seconds > 0
+    assert "greedy_batch_size" in ran.markdown
+    assert ran.picture is not None
+    assert ran.json is not None
+    failed = replace(ran, part=replace(PARTITION, title="<script>"), fault="exit status 1: <b>oh</b>")
+    page = report.render([ran, failed], results(tmp_path / "results"))
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)[^"]*"', page) == []
+    assert page.count("data:image/png;base64,") == 3
+    assert '<td style="text-align:right">2</td>' in page, "tables of earlier results are tables"
+    assert "<script>" not in page
+    assert "<b>oh</b>" not in page
+    assert "python -m freescale.bench.partition" in page
+
+
+def test_a_part_that_fails_says_so_and_shows_nothing_of_an_earlier_run(tmp_path: Path) -> None:
+    for name in ("partition.json", "partition.png", "partition.results/2026-01-02-partition.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    failed = run_part(replace(PARTITION, arguments=("--lengths", "nowhere.parquet:x")), tmp_path)
+    assert failed.fault.startswith("exit status 1: error: cannot read nowhere.parquet")
+    assert (failed.json, failed.picture, failed.markdown) == (None, None, "")
+    assert "ended after 0.01 s" in run_part(replace(PARTITION, limit_s=0.01), tmp_path).fault
+    assert run_part(replace(PARTITION, lacks="2 GPUs"), tmp_path).fault == "not run: it needs 2 GPUs"
+
+
+def test_parts_fit_the_machine(tmp_path: Path) -> None:
+    none = {part.name: part for part in parts_for(Machine(0), tmp_path)}
+    assert none["embedding"].lacks == none["end_to_end"].lacks == "2 GPUs"
+    assert "data" in none["inspect"].lacks
+    two = {part.name: part for part in parts_for(Machine(2, "data.parquet:uih"), tmp_path)}
+    assert not any(part.lacks for part in two.values())
+    assert two["inspect"].arguments == ("data.parquet:uih",)
+    assert "--check" in two["simulate"].arguments
+    assert [part.name for part in two.values() if part.simulated] == ["simulate"]
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_command_takes_the_options_it_is_given(num_gpus: int, quick: bool, tmp_path: Path) -> None:
+    for part in parts_for(Machine(num_gpus, "data.parquet:uih", quick), tmp_path):
+        text = (Path(report.__file__).parent / f"{part.name}.py").read_text()
+        options = [option for option in part.arguments if option.startswith("--")]
+        options += ["--plot"] * part.plots + ["--json"] * part.has_json + ["--results"] * part.has_results
+        assert [option for option in options if f'"{option}"' not in text] == [], part.name
+
+
+def test_parts_are_chosen_by_name(tmp_path: Path) -> None:
+    parts = parts_for(Machine(0), tmp_path)
+    chosen = report.chosen(parts, ["partition"])
+    assert [part.name for part in chosen if not part.lacks] == ["partition"]
+    with pytest.raises(ValueError, match="--only must name some of"):
+        report.chosen(parts, ["nonsense"])
+
+
+def test_claims_are_read_from_the_files_of_the_parts(tmp_path: Path) -> None:
+    def outcome(partitioner: str, value: float, world_size: int = 64) -> dict[str, object]:
+        point = {"max_length": 21000, "batch_size": 128, "world_size": world_size}
+        return {**point, "partitioner": partitioner, "straggler_percentage": value}
+
+    found = [outcome(AS_LOADED, 20.0), outcome("FBS", 2.0), outcome(COST_MODEL, 0.75), outcome(FLOOR, 0.5)]
+    virtual, broken = tmp_path / "virtual.json", tmp_path / "broken.json"
+    virtual.write_text(json.dumps({"device": "a GPU", "outcomes": [*found, outcome("FBS", 9.0, 128)]}))
+    broken.write_text("{}")
+    said = claims({"virtual_ranks": virtual, "collisions": None, "simulate": broken})
+    assert [claim.ours for claim in said[:3]] == [
+        "20.0 % at 21,000 / 128 / 64 on a GPU",
+        "20.0 % to 2.00 %, 10.0 times less, at 21,000 / 128 / 64 on a GPU",
+        "0.75 %, +0.25 points from the floor of timing noise, at 21,000 / 128 / 64 on a GPU",
+    ]
+    assert said[3].ours == NOT_HERE
+    assert said[4].ours.startswith("not to be read from broken.json")
+
+
+def test_the_simulated_claim_is_marked(tmp_path: Path) -> None:
+    rows = [
+        {"technique": name, "cluster": "paper", "world_size": 256, "simulated": {"bubble_ms": value}}
+        for name, value in (("TorchRec", 100.0), ("FreeScale", 5.0))
+    ]
+    (tmp_path / "simulate.json").write_text(json.dumps({"rows": rows}))
+    claim = claims({"simulate": tmp_path / "simulate.json"})[-1]
+    assert claim.simulated
+    assert "95.0 % less, on 256 ranks of cluster 'paper'" in claim.ours
+
+
+def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--output", str(tmp_path / "out"), "--only", "inspect"]) == 0
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "it needs data (--data path.parquet:column)" in page
+    assert "Earlier results" in page
+    assert report.main(["--output", str(tmp_path / "out"), "--only", "nonsense"]) == 1
+    assert "error: --only must name" in capsys.readouterr().err
