@@ -1,8 +1,8 @@
 """A small sequence recommender: jagged attention over the history, scored candidates (paper, section 2.1).
 
 Its time grows with the tokens and, in the attention, with the square of each history's length, as that of
-production models does. It reads `JaggedBatch`es as they come from Parquet; ids find their row by remainder. Its attention
-is that of `embedding_model`: PyTorch's jagged flash kernel on a GPU.
+production models does. It reads `JaggedBatch`es as they come from Parquet; ids find their row by remainder. Its
+attention is that of `embedding_model`: PyTorch's jagged flash kernel on a GPU.
 """
 
 from __future__ import annotations
