@@ -304,6 +304,7 @@ class Engine:
         return self._planner
 
     def _stamp(self, group: int) -> Stamp:
+        self.optimizer.mark_stepped()
         rate = float(self.optimizer.param_groups[group]["lr"])
         return Stamp(rate, self.shards[group].step, self._divisor, read_scale(self._grad_scale))
 

@@ -205,6 +205,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing but call the closure: rows are updated in backward."""
         return None if closure is None else closure()
 
+    def mark_stepped(self) -> None:
+        """Tell schedulers that rows were updated: they warn when an optimizer has not stepped before them."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients of tables are never kept."""
 

@@ -19,6 +19,7 @@ EXAMPLES = {
     "mixed_precision_training.py": ("process_group", "loss "),
     "torchrec_training.py": ("process_group", "45 steps, loss "),
     "lightning_training.py": ("process_group", "50 steps, loss "),
+    "prioritized_embeddings.py": ("process_group", "60 steps, loss "),
     "staged_pipeline.py": ("process_group", "60 steps, loss "),
     "resume.py": ("mpi", "1000 over all ranks"),
 }
