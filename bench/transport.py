@@ -1,0 +1,227 @@
+"""`python -m freescale.bench.transport`: transports against NCCL and the link, alone and beside compute (Figure 10)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .environment import environment
+from .launch import LaunchError, launch, refuse_inside_a_launch
+from .tables import Table, print_table, write_result
+from .transport_rank import Settings
+
+_EPILOG = """examples:
+  python -m freescale.bench.transport --plot figure10.png        two or more GPUs of one host, some minutes
+  python -m freescale.bench.transport --quick                    a minute
+
+Starts one rank a GPU. Every way is checked to bring the right bytes before it is timed. "alone" is the same workload
+without traffic, measured just before and after. The ways: NCCL as torch.distributed calls it; NCCL n with n thread
+blocks; NCCL shm over host memory (NCCL_P2P_DISABLE=1); process_group, our transport over NCCL; copy_engine; segment,
+the same through host memory that both GPUs registered; staged, through pinned memory and gloo. A rank sends the given
+bytes to the others, and keeps none."""
+
+_SIZES = tuple(8 << shift for shift in (0, 6, 11, 14, 17, 20, 23, 25))
+_WAYS = ("NCCL", "process_group", "copy_engine", "segment", "staged")
+_SHM = {"NCCL_P2P_DISABLE": "1"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.transport",
+        description="Time transports of CUDA tensors alone and beside attention and matrix products.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="default: one a GPU")
+    add("--sizes", type=int, nargs="+", metavar="BYTES", default=_SIZES, help="default: 8 bytes to 256 MiB")
+    add("--sequences", type=int, nargs="+", metavar="S", default=(1024, 4096, 8192, 21000), help="default: 1k to 21k")
+    add("--hidden", type=int, nargs="+", metavar="H", default=(256, 512, 1024, 2048), help="default: 256 to 2048")
+    add(
+        "--channels",
+        type=int,
+        nargs="*",
+        metavar="C",
+        default=(1, 2, 4, 8, 32),
+        help="thread blocks to sweep NCCL over",
+    )
+    add("--steps", type=int, metavar="K", default=8, help="timed steps of each workload (default 8)")
+    add("--quick", action="store_true", help="two sequence lengths, one width, few sizes")
+    add("--no-contention", action="store_true", help="latency and bandwidth alone")
+    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=Path, metavar="FILE.png", help="draw slowdowns, as the paper's Figure 10")
+    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    options = _parser().parse_args(arguments)
+    try:
+        refuse_inside_a_launch()
+        if options.plot is not None:
+            from . import transport_plot  # noqa: F401  before the work, so that a missing library shows at once
+        _run(options, Console())
+    except (ValueError, LaunchError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    if options.quick:
+        options.sizes, options.sequences, options.hidden = (8, 1 << 16, 64 << 20), (1024, 8192), (512,)
+    settings = Settings(ways=_WAYS, sizes=tuple(options.sizes))
+    if options.no_contention:
+        return settings
+    return replace(
+        settings,
+        contended=("NCCL", "copy_engine", "segment"),
+        swept=tuple(f"NCCL {count}" for count in options.channels),
+        sequences=tuple(options.sequences),
+        hiddens=tuple(options.hidden),
+        sweep_hidden=512 if 512 in options.hidden else options.hidden[0],
+        steps=options.steps,
+    )
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    num_ranks = options.ranks or torch.cuda.device_count()
+    if num_ranks < 2 or torch.cuda.device_count() < 2:
+        raise ValueError(f"this bench needs two GPUs of one host, found {torch.cuda.device_count()}")
+    settings = _settings(options)
+    found = _launched(settings, num_ranks, {}, console)
+    if settings.contended:
+        hidden = (settings.sweep_hidden,)
+        shm = replace(settings, ways=(), sizes=(), contended=("NCCL",), swept=(), hiddens=hidden)
+        for row in _launched(shm, num_ranks, _SHM, console)["contention"]:
+            if row["way"] == "NCCL":
+                found["contention"].append(row | {"way": "NCCL shm"})
+    tables = [_limits_table(found["limits"]), _transfer_table(found)]
+    tables += [_contention_table(found, traffic) for traffic in ("256 MB a step", "endless") if settings.contended]
+    for table in tables:
+        print_table(table, console)
+    notes = _verdicts(found) if settings.contended else []
+    for note in notes:
+        console.print(note, soft_wrap=True, highlight=False)
+    about = environment(("torch", "cuda-bindings", "numpy"))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"environment": about, "settings": asdict(settings), **found}, indent=1) + "\n"
+        )
+    if options.plot is not None and settings.contended:
+        from .transport_plot import draw
+
+        draw(found["contention"], options.plot)
+    if options.results is not None:
+        write_result(options.results, "transport", "Transports of CUDA tensors", about, [*tables, *notes])
+
+
+def _launched(settings: Settings, num_ranks: int, variables: Mapping[str, str], console: Console) -> dict[str, Any]:
+    """Run the ranks with more environment variables. What was measured before one failed is kept."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    with tempfile.TemporaryDirectory(prefix="freescale-bench-") as folder:
+        path = Path(folder) / "settings.json"
+        path.write_text(json.dumps(asdict(settings)))
+        try:
+            launch(
+                "process_group",
+                num_ranks,
+                "freescale.bench.transport_rank",
+                path,
+                lambda line: console.print(line.rstrip()),
+            )
+        except LaunchError as error:
+            if not path.with_name("found.json").exists():
+                raise
+            console.print(f"[bold]the ranks failed; below is what they had measured:[/bold] {error}")
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        found: dict[str, Any] = json.loads(path.with_name("found.json").read_text())
+    found.setdefault("contention", [])
+    return found
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def _limits_table(limits: Mapping[str, float]) -> Table:
+    table = Table("What the links do: plain copies of 256 MiB", ["copy", "GB/s"])
+    for name, rate in limits.items():
+        table.add(name, f"{rate:.0f}")
+    return table
+
+
+def _transfer_table(found: Mapping[str, Any]) -> Table:
+    columns = ["way", "bytes", "one at a time µs", "four under way µs", "GB/s each way", "of peer copy", "host µs"]
+    table = Table("all_to_all, bytes that a rank sends", columns)
+    limit = found["limits"].get("peer copy, all GPUs at once", 0.0)
+    for each in sorted(found["transfers"], key=lambda e: e["size_bytes"]):
+        if not each["correct"]:
+            table.add(each["way"], f"{each['size_bytes']:,}", *["wrong output, not timed"] * 5)
+            continue
+        rate = each["size_bytes"] / each["flight_us"] / 1e3
+        share = f"{rate / limit:.0%}" if limit else "-"
+        times = (f"{each['latency_us']:.1f}", f"{each['flight_us']:.1f}", f"{rate:.1f}", share)
+        table.add(each["way"], f"{each['size_bytes']:,}", *times, f"{each['host_us']:.0f}")
+    return table
+
+
+def _contention_table(found: Mapping[str, Any], traffic: str) -> Table:
+    rows = [row for row in found["contention"] if row["traffic"] == traffic]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    title = f"Compute beside traffic, {traffic}: slowdown" + (" (GB/s each way)" if traffic == "endless" else "")
+    table = Table(title, ["sequence, hidden", "alone ms", *ways])
+    for place in dict.fromkeys((row["sequence"], row["hidden"]) for row in rows):
+        at = {
+            row["way"]: row
+            for row in found["contention"]
+            if (row["sequence"], row["hidden"]) == place and row["traffic"] in (traffic, "none")
+        }
+        cells = [_slowdown(at[way], traffic) if way in at else "-" for way in ways]
+        table.add(f"{place[0]}, {place[1]}", f"{at['alone']['compute_ms']:.1f}", *cells)
+    return table
+
+
+def _slowdown(row: Mapping[str, Any], traffic: str) -> str:
+    rate = f" ({row['rate']:.0f})" if traffic == "endless" else ""
+    return f"{row['slowdown']:.1%}{rate}"
+
+
+def _verdicts(found: Mapping[str, Any]) -> list[str]:
+    """Median slowdowns, and the time that ours add against what NCCL adds."""
+    notes = []
+    for traffic in ("256 MB a step", "endless"):
+        rows = [row for row in found["contention"] if row["traffic"] == traffic]
+        added = {way: _median_added(rows, way) for way in dict.fromkeys(row["way"] for row in rows)}
+        worst = {way: max(row["slowdown"] for row in rows if row["way"] == way) for way in added}
+        text = ", ".join(f"{way} {added[way]:.2%} (largest {worst[way]:.2%})" for way in added)
+        notes.append(f"{traffic}: median slowdown {text}.")
+        notes += [
+            f"{traffic}: {ours} adds {added[ours] / added[theirs]:.2f} of what {theirs} adds."
+            for ours in ("copy_engine", "segment")
+            for theirs in ("NCCL", "NCCL shm")
+            if added.get(theirs, 0.0) > 0 and ours in added
+        ]
+    return notes
+
+
+def _median_added(rows: Sequence[Mapping[str, Any]], way: str) -> float:
+    values = sorted(row["slowdown"] for row in rows if row["way"] == way)
+    return float(values[len(values) // 2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""One rank of bench.transport: link limits, latency and bandwidth, contention (paper, section 5.3)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..transport import Transport, connect
+from .contention import Block, measure
+from .launch import rank_main
+from .transport_ways import Begin, agree, is_right, largest, make_ways, to_others
+
+_LIMIT_BYTES = 256 << 20
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the ranks are to measure.
+
+    Attributes:
+        ways: Names for `make_ways`.
+        sizes: Bytes that a rank sends to the others, for latency and bandwidth.
+        contended: Names of the ways to run beside compute.
+        swept: Names of more ways, for `sweep_hidden` alone.
+        sequences: Sequence lengths of the workload.
+        hiddens: Widths of the workload.
+        sweep_hidden: Width at which `swept` run too.
+        steps: Timed steps of each workload.
+    """
+
+    ways: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    contended: tuple[str, ...] = ()
+    swept: tuple[str, ...] = ()
+    sequences: tuple[int, ...] = ()
+    hiddens: tuple[int, ...] = ()
+    sweep_hidden: int = 512
+    steps: int = 8
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One way with one size.
+
+    Attributes:
+        way: Its name.
+        size_bytes: What a rank sends to the others.
+        correct: Whether the right bytes arrived; otherwise nothing was timed.
+        latency_us: From call to arrival, one at a time, the host's work included.
+        flight_us: A message when four are under way.
+        host_us: What the call and the wait cost the host.
+    """
+
+    way: str
+    size_bytes: int
+    correct: bool
+    latency_us: float = 0.0
+    flight_us: float = 0.0
+    host_us: float = 0.0
+
+
+def main(path: Path) -> None:
+    """Measure and, on rank 0, write `found.json` beside the settings."""
+    settings = Settings(**json.loads(path.read_text()))
+    dist.init_process_group("gloo")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    base = connect("process_group", timeout_s=60)
+    found: dict[str, object] = {"limits": _limits(base.rank) if settings.sizes else {}}
+    transfers: list[Transfer] = []
+    for name, begin in make_ways(settings.ways, base).items():
+        transfers += _transfers(name, begin, base, settings.sizes)
+    found["transfers"] = [asdict(each) for each in transfers]
+    _write(path, base, found)
+    contended = make_ways(settings.contended, base)
+    swept = make_ways(settings.swept, base)
+    rows: list[dict[str, object]] = []
+    for hidden in settings.hiddens:
+        for sequence in settings.sequences:
+            ways = contended | (swept if hidden == settings.sweep_hidden else {})
+            block = Block(sequence, hidden)
+            place = (sequence, hidden)
+            rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps))
+            _say(base, f"sequence {sequence}, hidden {hidden}: done")
+            del block
+        found["contention"] = rows
+        _write(path, base, found)
+    agree(True)
+
+
+def _say(base: Transport, text: str) -> None:
+    if base.rank == 0:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def _write(path: Path, base: Transport, found: dict[str, object]) -> None:
+    if base.rank == 0:
+        path.with_name("found.json").write_text(json.dumps(found))
+
+
+def _transfers(name: str, begin: Begin, base: Transport, sizes: Sequence[int]) -> list[Transfer]:
+    found = []
+    for size in sizes:
+        if not is_right(begin, base.rank, base.world_size, size):
+            found.append(Transfer(name, size, correct=False))
+            continue
+        found.append(_timed(name, begin, base, size))
+    _say(base, f"{name}: done")
+    return found
+
+
+def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
+    splits = to_others(base.rank, base.world_size, size)
+    rows = torch.zeros(sum(splits), dtype=torch.uint8, device="cuda")
+    outs = [torch.empty_like(rows) for _ in range(4)]
+    count = 100 if size <= 1 << 20 else 16
+
+    def one_at_a_time() -> None:
+        for _ in range(count):
+            begin(rows, splits, splits, outs[0])()
+
+    def in_flight() -> None:
+        for _ in range(count // 4):
+            for join in [begin(rows, splits, splits, out) for out in outs]:
+                join()
+
+    one_at_a_time()
+    latency, _ = _median_us(one_at_a_time, count)
+    flight, host = _median_us(in_flight, count)
+    return Transfer(name, size, True, latency, flight, host)
+
+
+def _median_us(run: Callable[[], None], count: int) -> tuple[float, float]:
+    """Microseconds of one of `count` on the GPU's clock, and on the host; of the slowest rank."""
+    times, hosts = [], []
+    for _ in range(_REPEATS):
+        agree(True)
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record()
+        clock = time.perf_counter()
+        run()
+        hosts.append((time.perf_counter() - clock) / count * 1e6)
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended) / count * 1e3)
+    return largest(statistics.median(times)), largest(statistics.median(hosts))
+
+
+def _limits(rank: int) -> dict[str, float]:
+    """GB/s of plain copies, of this rank's GPU while all ranks copy: what no transport can exceed."""
+    device = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, pin_memory=True)
+    found = {
+        "D2H": _rate(lambda: host.copy_(device, non_blocking=True)),
+        "H2D": _rate(lambda: device.copy_(host, non_blocking=True)),
+    }
+    down, up = torch.cuda.Stream(), torch.cuda.Stream()
+    other = torch.empty_like(device)
+
+    def both() -> None:
+        here = torch.cuda.current_stream()
+        for stream, target, source in ((down, host, device), (up, other, host)):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            here.wait_stream(stream)
+
+    found["D2H and H2D at once"] = _rate(both)
+    if torch.cuda.device_count() > 1:
+        from cuda.bindings import runtime
+
+        peer = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, device=f"cuda:{(rank + 1) % torch.cuda.device_count()}")
+        peer[:1].copy_(device[:1])  # gives access
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+        def to_peer() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            runtime.cudaMemcpyAsync(peer.data_ptr(), device.data_ptr(), _LIMIT_BYTES, kind, stream)
+
+        found["peer copy, all GPUs at once"] = _rate(to_peer)
+    return found
+
+
+def _rate(copy: Callable[[], object]) -> float:
+    copy()
+
+    def four() -> None:
+        for _ in range(4):
+            copy()
+
+    us, _ = _median_us(four, 4)
+    return _LIMIT_BYTES / us / 1e3
+
+
+if __name__ == "__main__":
+    with rank_main(Path(sys.argv[1])):
+        main(Path(sys.argv[1]))
