@@ -4,8 +4,8 @@ Copies within one GPU need multiprocessors, whatever CUDA call makes them; copie
 goes from the sender's tensor to the receiver's with no slot between. For that a rank must know where the other's
 tensors are, and it does when the other has come to the same exchange before it. Under a lock of the pair, each notes
 where its tensors are and looks whether the other has done so. The first goes on at once: its stream says when its
-tensors are ready. The second enqueues both copies, one to the other's memory and one from it, behind that, and says when they are
-done. No host waits for another.
+tensors are ready. The second enqueues both copies, one to the other's memory and one from it, behind that, and says
+when they are done. No host waits for another.
 """
 
 from __future__ import annotations

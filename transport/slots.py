@@ -11,19 +11,15 @@ even through others, for itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 _TAIL_DIVISOR = 8
 _SMALLEST_CUT = 1 << 20
 _MASK = 2**32 - 1
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Bytes `start` to `start + size` of the piece between this rank and a peer."""
 
     peer: int
@@ -63,7 +59,7 @@ def cut(size: int, slot_bytes: int) -> list[int]:
 
 
 def in_rounds(
-    rank: int, peers: Sequence[int], sizes: Sequence[int] | NDArray[np.int64], slot_bytes: int, sends: bool
+    rank: int, peers: Sequence[int], sizes: Sequence[int], slot_bytes: int, sends: bool
 ) -> Iterator[list[Chunk]]:
     """Order all chunks of one direction of a transfer, one round after the other.
 
@@ -84,7 +80,12 @@ def in_rounds(
     here, n = peers.index(rank), len(peers)
     step = 1 if sends else -1
     others = [peers[(here + step * distance) % n] for distance in range(1, n)]
-    pieces = {peer: _chunks(peer, int(sizes[peer]), slot_bytes) for peer in others if sizes[peer]}
+    others = [peer for peer in others if sizes[peer]]
+    if all(sizes[peer] <= slot_bytes for peer in others):
+        if others:
+            yield [Chunk(peer, 0, int(sizes[peer])) for peer in others]
+        return
+    pieces = {peer: _chunks(peer, int(sizes[peer]), slot_bytes) for peer in others}
     for number in range(max((len(chunks) for chunks in pieces.values()), default=0)):
         yield [chunks[number] for chunks in pieces.values() if number < len(chunks)]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .cuda_streams import RECEIVE, SEND, Streams
 from .exchange import Exchange
 from .segment import Segment
-from .slots import Chunk, has_reached, in_rounds, low
+from .slots import has_reached, in_rounds, low
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Windows:
         self.rank, self.members, self.streams, self.segment = rank, list(members), streams, segment
         self.slot_bytes, self._depth, self._flags = slot_bytes, depth, flags
         self._outgoing, self._incoming = outgoing, incoming
+        self._outgoing_flags = {p: (self._arrived_at(rank, p), self._consumed_at(rank, p)) for p in outgoing}
+        self._incoming_flags = {p: (self._arrived_at(p, rank), self._consumed_at(p, rank)) for p in incoming}
         self.start_counts_at(first)
 
     def start_counts_at(self, first: int) -> None:
@@ -77,38 +79,40 @@ class Windows:
             sent: Bytes for each rank that go through slots. Shape [world_size], int64.
             received: Bytes from each rank that come through slots. Shape [world_size], int64.
         """
-        if exchange.kept_bytes:
-            source, target = exchange.kept()
-            self.streams.copy(RECEIVE, target.data_ptr(), source.data_ptr(), exchange.kept_bytes)
         from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
-        sends = in_rounds(self.rank, self.members, sent, self.slot_bytes, sends=True)
-        receives = in_rounds(self.rank, self.members, received, self.slot_bytes, sends=False)
+        sent_at, received_at = exchange.sent_at.tolist(), exchange.received_at.tolist()
+        if exchange.kept_bytes:
+            target, source = to_here + received_at[self.rank], from_here + sent_at[self.rank]
+            self.streams.copy(RECEIVE, target, source, exchange.kept_bytes)
+        sends = in_rounds(self.rank, self.members, sent.tolist(), self.slot_bytes, sends=True)
+        receives = in_rounds(self.rank, self.members, received.tolist(), self.slot_bytes, sends=False)
         for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
             for chunk in outgoing:
-                self._send(chunk, from_here + int(exchange.sent_at[chunk.peer]) + chunk.start)
+                self._send(chunk.peer, from_here + sent_at[chunk.peer] + chunk.start, chunk.size)
             for chunk in incoming:
-                self._receive(chunk, to_here + int(exchange.received_at[chunk.peer]) + chunk.start)
-        return Mark(dict(self._sent), dict(self._received))
+                self._receive(chunk.peer, to_here + received_at[chunk.peer] + chunk.start, chunk.size)
+        return Mark(self._sent.copy(), self._received.copy())
 
-    def _send(self, chunk: Chunk, source: int) -> None:
-        peer, streams = chunk.peer, self.streams
+    def _send(self, peer: int, source: int, size: int) -> None:
+        streams = self.streams
         number = self._sent[peer]
         self._sent[peer] = number + 1
-        needed, at = number + 1 - self._depth, self._consumed_at(self.rank, peer)
+        needed, (arrived_at, at) = number + 1 - self._depth, self._outgoing_flags[peer]
         if needed > self._first and not has_reached(self.segment.read(at), needed):
             streams.wait(SEND, self._flags + at, needed)
         slot = self._outgoing[peer] + number % self._depth * self.slot_bytes
-        streams.copy(SEND, slot, source, chunk.size)
-        streams.write(SEND, self._flags + self._arrived_at(self.rank, peer), number + 1)
+        streams.copy(SEND, slot, source, size)
+        streams.write(SEND, self._flags + arrived_at, number + 1)
 
-    def _receive(self, chunk: Chunk, target: int) -> None:
-        peer, streams = chunk.peer, self.streams
+    def _receive(self, peer: int, target: int, size: int) -> None:
+        streams = self.streams
         number = self._received[peer]
         self._received[peer] = number + 1
-        streams.wait(RECEIVE, self._flags + self._arrived_at(peer, self.rank), number + 1)
+        arrived_at, consumed_at = self._incoming_flags[peer]
+        streams.wait(RECEIVE, self._flags + arrived_at, number + 1)
         slot = self._incoming[peer] + number % self._depth * self.slot_bytes
-        streams.copy(RECEIVE, target, slot, chunk.size)
-        streams.write(RECEIVE, self._flags + self._consumed_at(peer, self.rank), number + 1)
+        streams.copy(RECEIVE, target, slot, size)
+        streams.write(RECEIVE, self._flags + consumed_at, number + 1)
 
     def missing(self, mark: Mark) -> list[int]:
         """Peers with whom a transfer has not been completed."""
