@@ -8,8 +8,9 @@ Work is split by packed rows, never by ranges, so one giant range beside thousan
 program finds the ranges of its rows in one of two ways:
 
 - Of few ranges, it scans all lengths itself and keeps offsets and starts in registers: one launch does everything.
-- Of many, offsets come from a launch before, and it searches them for its first and last row with a vector of probes at
-  a time (two steps for 16,000 ranges, three for two million).
+- Of many, offsets and places come from launches before (`Ranges.scan`), and it searches them for its first and last row
+  with a vector of probes at a time (two steps for 16,000 ranges, three for two million). Its programs may start while
+  the scan still runs, and wait for it themselves: a launch costs as much as copying a few MB.
 
 Then there are two ways to copy:
 
@@ -17,7 +18,8 @@ Then there are two ways to copy:
   move, all at once.
 - Range by range, for many narrow rows in few ranges: what a range has in the tile is a run of bytes, which moves in
   aligned 8-byte words whatever the dtype; where source and result are not aligned alike, a word comes from two of the
-  source. Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory.
+  source. Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory. Of many bytes, a program
+  copies several pieces after one search.
 
 Row numbers and addresses are int64 throughout.
 """
@@ -35,8 +37,10 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from .copy_run import copy_run
+from .find_ranges import range_at, scan_all, search_pair, search_rows
 from .launch import Words, launch
 from .ranges import Ranges, row_of
 
@@ -54,76 +58,8 @@ WINDOW = 32  # ranges whose numbers a walk holds in registers
 WAYS = 128  # probes of one search step
 SCANNED_SIZES = (128, 256, 512)  # lengths that every program may scan itself; more than the first only
 MAX_TILES_SCANNING = 2048  # if there are at most so many programs
-
-
-@triton.jit
-def search_pair(offsets, n, first, last, WAYS: tl.constexpr):
-    """Return the ranges that hold packed rows `first` and `last`: how many of offsets[1..n] are not above each."""
-    pair = tl.arange(0, 2)
-    target = tl.where(pair == 0, first, last)
-    low = pair.to(tl.int64) * 0
-    probes = tl.arange(1, WAYS + 1).to(tl.int64)
-    span = n
-    while span > 0:
-        step = (span + WAYS - 1) // WAYS
-        at = low[:, None] + probes[None, :] * step
-        inside = at <= n
-        bound = tl.load(offsets + at, mask=inside, other=0)
-        low += step * tl.sum((inside & (bound <= target[:, None])).to(tl.int64), axis=1)
-        span = step - 1
-    return tl.sum(tl.where(pair == 0, low, 0)), tl.sum(tl.where(pair == 1, low, 0))
-
-
-@triton.jit
-def search_rows(offsets, position, low, high):
-    """Return for each packed row the range that holds it, between the ranges `low` and `high`."""
-    lows = low + tl.zeros_like(position)
-    highs = high + tl.zeros_like(position)
-    span = high - low
-    while span > 0:
-        middle = (lows + highs) // 2
-        open_ = lows < highs
-        beyond = open_ & (tl.load(offsets + middle + 1, mask=open_, other=0) <= position)
-        lows = tl.where(beyond, middle + 1, lows)
-        highs = tl.where(beyond, highs, middle)
-        span = span // 2
-    return lows
-
-
-@triton.jit
-def scan_all(
-    lengths, starts, rows, gathered, n, own, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr
-):
-    """Return all ranges' ends in packed rows and their places; the first program also writes the gathered lengths."""
-    lane = tl.arange(0, SCANNED)
-    inside = lane < n
-    row = row_of(tl.where(inside, lane, 0), rows, num_keys, num_samples, ORDER)
-    length = tl.load(lengths + row, mask=inside, other=0)
-    if ORDER == 0:
-        start = tl.load(starts + lane, mask=inside, other=0).to(tl.int64)
-    else:
-        tl.store(gathered + lane, length, mask=inside & (tl.program_id(0) + tl.program_id(1) == 0))
-        as_they_lie = tl.load(lengths + lane, mask=lane < own, other=0).to(tl.int64)
-        start = tl.gather(tl.cumsum(as_they_lie) - as_they_lie, row.to(tl.int32), 0)
-    return tl.cumsum(length.to(tl.int64)), start
-
-
-@triton.jit
-def pick(vector, i):
-    """Return element i of a vector."""
-    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0))
-
-
-@triton.jit
-def range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER: tl.constexpr, SCANNED: tl.constexpr):
-    """Return where range r ends in packed rows, and its place: from vectors that begin at range `base`, or memory."""
-    if SCANNED > 0:
-        end = pick(ends, r - base)
-        place = pick(places, r - base)
-    else:
-        end = tl.load(ends + r + 1)
-        place = tl.load(places + row_of(r, rows, num_keys, num_samples, ORDER)).to(tl.int64)
-    return end, place
+PIECES = 2  # of TILE_BYTES, that one program copies one after the other, with one search for both,
+LARGE_BYTES = 12 * 2**20  # where more than so many bytes move
 
 
 @triton.jit
@@ -167,14 +103,14 @@ def copy_rows(
 def copy_parts(
     packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
     num_placed, ORDER: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
-    LANES: tl.constexpr, SCANNED: tl.constexpr,
+    LANES: tl.constexpr, PIECE: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """Copy what ranges `low` to `high` have between packed rows `first` and `end`, one range at a time."""
-    r = low
+    """Copy what ranges `low` to `high` have between packed rows `first` and `end`, PIECE rows of a range at a time."""
+    r, near = low, first
+    behind, start = range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER, SCANNED)
     while r <= high:
-        behind, start = range_at(ends, places, rows, base, r, num_keys, num_samples, ORDER, SCANNED)
-        near = tl.maximum(begin, first)
-        count = tl.minimum(behind, end) - near
+        until = tl.minimum(behind, end)
+        count = tl.minimum(until - near, PIECE)
         far = start + near - begin
         if (far >= 0) & (far + count <= num_placed) & (count > 0):
             for i in tl.static_range(len(UNITS)):
@@ -187,8 +123,13 @@ def copy_parts(
                 else:
                     bound = near_from + num_packed * UNITS[i] * WORDS[i]
                     copy_run(near_at, far_at, size, near_from, bound, WORDS[i], LANES[i])
-        begin = behind
-        r += 1
+        near += tl.maximum(count, 0)
+        if near >= until:
+            r += 1
+            begin = behind
+            behind, start = range_at(
+                ends, places, rows, base, tl.minimum(r, high), num_keys, num_samples, ORDER, SCANNED
+            )
 
 
 @triton.jit
@@ -196,13 +137,13 @@ def copy_tile(
     packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
     num_placed, ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, WORDS: tl.constexpr,
     UNITS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, NUM_ROWS: tl.constexpr, PARTS: tl.constexpr,
-    LANES: tl.constexpr, WALKED: tl.constexpr,
+    LANES: tl.constexpr, PIECE: tl.constexpr, WALKED: tl.constexpr,
 ):  # fmt: skip
     """Copy packed rows `first` to `end`, which ranges `low` to `high` hold, in the better one of the two ways."""
     if PARTS and high - low <= WALKED:
         copy_parts(
             packed, placed, begin, ends, places, rows, base, low, high, first, end, num_keys, num_samples, num_packed,
-            num_placed, ORDER, GATHER, WORDS, UNITS, LANES, SCANNED,
+            num_placed, ORDER, GATHER, WORDS, UNITS, LANES, PIECE, SCANNED,
         )  # fmt: skip
     else:
         while first < end:
@@ -226,11 +167,14 @@ def copy_tile(
 def copy_kernel(
     packed, placed, offsets, lengths, starts, rows, gathered,
     n: tl.int64, own: tl.int64, total: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
-    ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, WORDS: tl.constexpr, UNITS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, WALKED: tl.constexpr, WINDOW: tl.constexpr, WAYS: tl.constexpr,
+    ORDER: tl.constexpr, GATHER: tl.constexpr, SCANNED: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr,
+    UNITS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, WALKED: tl.constexpr, WINDOW: tl.constexpr,
+    WAYS: tl.constexpr,
 ):  # fmt: skip
     """Copy TILE_ROWS packed rows of every tensor; `packed` and `placed` are tuples of word pointers."""
+    if FOLLOWS:
+        gdc_wait()  # for the launch before, which this one may overtake until here
     first = tl.program_id(0).to(tl.int64) * TILE_ROWS
     end = tl.minimum(first + TILE_ROWS, total)
     if SCANNED > 0:
@@ -246,13 +190,13 @@ def copy_kernel(
             copy_tile(
                 packed, placed, begin, near_ends, near_places, rows, low, low, high, first, end, num_keys, num_samples,
                 total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, PARTS, LANES,
-                WALKED,
+                PIECE, WALKED,
             )  # fmt: skip
         elif first < end:
             copy_tile(
                 packed, placed, begin, ends, places, rows, 0, low, high, first, end, num_keys, num_samples,
                 total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, False, LANES,
-                WALKED,
+                PIECE, WALKED,
             )  # fmt: skip
     else:
         end = tl.minimum(tl.load(offsets + n), end)
@@ -262,7 +206,7 @@ def copy_kernel(
             copy_tile(
                 packed, placed, begin, offsets, starts, rows, 0, low, high, first, end, num_keys, num_samples,
                 total, num_placed, ORDER, GATHER, SCANNED, WORDS, UNITS, COLUMNS, BLOCKS, NUM_ROWS, PARTS, LANES,
-                WALKED,
+                PIECE, WALKED,
             )  # fmt: skip
 
 
@@ -289,10 +233,13 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
     tile_bytes = TILE_BYTES if total * sum(sizes) > SMALL_BYTES else TILE_BYTES // 2
     latent = total * sum(sizes) <= LATENT_BYTES.get(min(words), 0) and max(sizes) <= NARROW_BYTES
-    tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent)
+    pieces = PIECES if total * sum(sizes) > LARGE_BYTES else 1
+    tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent, pieces)
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
+    follows = False
     if not scanned and ranges.offsets is None:
         ranges.scan()
+        follows = ranges.followed
     types, rows, starts = [_WORDS[word] for word in words], ranges.rows, ranges.starts
     aligned = tuple([address % 16 == 0 for pair in addresses for address in pair])
     launch(
@@ -305,7 +252,8 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
             ranges.lengths if scanned else None, starts, rows, ranges.gathered if scanned else None,
         ),
         (count, ranges.lengths.shape[0], total, *ranges.shape, num_placed),
-        (ranges.order, gather, scanned, *constants),
+        (ranges.order, gather, scanned, follows, *constants),
+        follows=follows,
     )  # fmt: skip
 
 
@@ -320,7 +268,7 @@ def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
 
 @cache
 def _tiling(
-    sizes: tuple[int, ...], words: tuple[int, ...], tile_bytes: int, latent: bool
+    sizes: tuple[int, ...], words: tuple[int, ...], tile_bytes: int, latent: bool, pieces: int
 ) -> tuple[int, int, tuple[Any, ...]]:
     """Rows a tile, blocks of columns, and the kernel's constants for rows of `sizes` bytes in `words` of bytes."""
     units = tuple(size // word for size, word in zip(sizes, words, strict=True))
@@ -328,12 +276,16 @@ def _tiling(
     blocks = -(-max(units) // MAX_COLUMNS)
     row_size = sum(width * word for width, word in zip(columns, words, strict=True))
     parts = blocks == 1 and not latent and (max(sizes) <= NARROW_BYTES or min(words) < 8)
-    tile_rows = max(1, power_of_2(tile_bytes // row_size + 1) // 2)
+    piece = max(1, power_of_2(tile_bytes // row_size + 1) // 2)
     if latent:
-        tile_rows = min(tile_rows, LATENT_ROWS)
-    lanes = tuple(power_of_2(-(-tile_rows * size // 8)) for size in sizes)
-    chunk_rows = tile_rows if latent else min(tile_rows, CHUNK_ROWS)
-    return tile_rows, blocks, (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, WALKED, WINDOW, WAYS)
+        piece = min(piece, LATENT_ROWS)
+    lanes = tuple(power_of_2(-(-piece * size // 8)) for size in sizes)
+    chunk_rows = piece if latent else min(piece, CHUNK_ROWS)
+    tile_rows, walked = (piece * pieces, WALKED * pieces) if parts else (piece, WALKED)
+    return (
+        tile_rows, blocks,
+        (words, units, columns, blocks, tile_rows, chunk_rows, parts, lanes, piece, walked, WINDOW, WAYS),
+    )  # fmt: skip
 
 
 def row_bytes(tensor: Tensor) -> int:

@@ -31,10 +31,14 @@ def copy_halves(source, target, size, LANES: tl.constexpr):
     tl.store(target.to(tl.pointer_type(tl.int32)) + at, half, mask=mask)
     lane = tl.arange(0, LANES)
     mask = lane < words
-    halves = (source + head).to(tl.pointer_type(tl.uint32)) + lane * 2
-    low = tl.load(halves, mask=mask, other=0).to(tl.uint64)
-    high = tl.load(halves + 1, mask=mask, other=0).to(tl.uint64)
-    tl.store((target + head).to(tl.pointer_type(tl.uint64)) + lane, low | (high << 32), mask=mask)
+    place = (target + head).to(tl.pointer_type(tl.uint64)) + lane
+    if ((source + head) & 7) == 0:
+        tl.store(place, tl.load((source + head).to(tl.pointer_type(tl.uint64)) + lane, mask=mask), mask=mask)
+    else:
+        halves = (source + head).to(tl.pointer_type(tl.uint32)) + lane * 2
+        low = tl.load(halves, mask=mask, other=0).to(tl.uint64)
+        high = tl.load(halves + 1, mask=mask, other=0).to(tl.uint64)
+        tl.store(place, low | (high << 32), mask=mask)
 
 
 @triton.jit

@@ -6,8 +6,10 @@ variant, so the compiled kernel is kept under that key and later calls hand it a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.runtime.jit import TensorWrapper
 
@@ -21,6 +23,12 @@ class Words(NamedTuple):
     types: list[Any]
 
 
+@cache
+def can_follow(device: int | None) -> bool:
+    """Whether a launch on a device may start before the one before it has ended: NVIDIA's Hopper and later."""
+    return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch(
     kernel: Any,
     device: int | None,
@@ -30,6 +38,8 @@ def launch(
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
     num_warps: int = 4,
+    *,
+    follows: bool = False,
 ) -> None:
     """Launch a kernel on the current stream.
 
@@ -43,13 +53,16 @@ def launch(
         pointers: Arguments of the kernel.
         numbers: Arguments of the kernel.
         constants: Arguments of the kernel.
-        num_warps: Warps a program; one number for each kernel.
+        num_warps: Warps a program.
+        follows: Whether programs may start before the launch before has ended, as `can_follow` allows; they wait for it
+            themselves.
     """
-    key = (kernel, device, key, constants, *[pointer is None for pointer in pointers])
+    key = (kernel, device, key, constants, num_warps, follows, *[pointer is None for pointer in pointers])
     compiled = _compiled.get(key)
     if compiled is None:
         wrapped = [tuple(map(TensorWrapper, *each)) if isinstance(each, Words) else each for each in pointers]
-        _compiled[key] = kernel[grid](*wrapped, *numbers, *constants, num_warps=num_warps)  # None from the interpreter
+        options = {"num_warps": num_warps, "launch_pdl": follows}
+        _compiled[key] = kernel[grid](*wrapped, *numbers, *constants, **options)  # None from the interpreter
         return
     addresses = [
         None

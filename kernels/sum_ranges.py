@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .copy_ranges import WAYS, search_pair, search_rows
+from .copy_ranges import WAYS
+from .find_ranges import search_pair, search_rows
 from .launch import launch
 
 TILE_ELEMENTS = 1024

@@ -26,6 +26,8 @@ def compile_instead(
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
     num_warps: int = 4,
+    *,
+    follows: bool = False,
 ) -> None:
     """Stand in for `launch`: compile the variant that it would run."""
     signature: dict[str, Any] = {}
@@ -34,7 +36,8 @@ def compile_instead(
     arguments = (*pointers, *numbers, *constants)
     for place, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
         if argument is None or place >= len(pointers) + len(numbers):
-            signature[name], values[(place,)] = "constexpr", argument
+            waits = name == "FOLLOWED" or (name == "FOLLOWS" and arguments[place - 1] > 0)  # as on a GPU
+            signature[name], values[(place,)] = "constexpr", True if waits else argument
         elif place >= len(pointers):
             signature[name] = "i64"
         elif isinstance(argument, Words):
@@ -43,24 +46,26 @@ def compile_instead(
         else:
             signature[name] = f"*{_TYPES[argument.dtype]}"
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
-    triton.compile(source, target=_TARGET, options={"num_warps": num_warps})
+    triton.compile(source, target=_TARGET, options={"num_warps": num_warps, "launch_pdl": follows})
     compiled[kernel.__name__] = compiled.get(kernel.__name__, 0) + 1
 
 
 def main() -> None:
     for module in (copy_ranges, ranges, sum_ranges):
         vars(module)["launch"] = compile_instead
-    for count in (100, 2000):  # scanned inside the copy, and before it
-        lengths = torch.full((count,), 2000 if count == 100 else 3)
+    for count, length in ((100, 2000), (700, 3), (2000, 3)):  # scanned inside the copy, in one launch, in two
+        lengths = torch.full((count,), length)
         total, starts = int(lengths.sum()), torch.arange(count)
         narrow = [torch.zeros(total, dtype=dtype) for dtype in (torch.uint8, torch.int32, torch.int64)]
         device_jagged.permute_jagged(narrow, lengths, starts.int(), total)
+        device_jagged.permute_jagged(narrow[:1], lengths.int(), starts, total)
         device_jagged.combine_ranges(narrow, starts, lengths.int(), total)
         device_jagged.dispatch_ranges([torch.zeros(total, 128)], starts, lengths, total)
         device_jagged.transpose_keyed([torch.zeros(total, 3), torch.zeros(total, 700)], lengths.view(4, -1))
-        latent, copy_ranges.LATENT_BYTES = copy_ranges.LATENT_BYTES, {}
+        limits = copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES
+        copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES = {}, 0
         device_jagged.dispatch_ranges(narrow, starts, lengths, total)  # as many more would
-        copy_ranges.LATENT_BYTES = latent
+        copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES = limits
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         device_jagged.sum_ranges([torch.zeros(total, 5, dtype=dtype)], starts, lengths, total)
     print(sorted(compiled.items()))
