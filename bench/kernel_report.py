@@ -16,7 +16,7 @@ from .tables import Table, print_table, write_result
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way to do one case; `device_ms` is None where the way synchronises or runs on a CPU."""
+    """One way to do one case; `device_ms` is None where the way synchronises, takes long or runs on a CPU."""
 
     operation: str
     rows: str
