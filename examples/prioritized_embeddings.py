@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
-from freescale.embedding import RowwiseAdagrad, prioritize
+from freescale.embedding import PrioritizedEmbeddings, RowwiseAdagrad, prioritize
 from freescale.transport import connect
 
 NUM_PAGES, NUM_STEPS = 1000, 60
@@ -52,7 +52,7 @@ torch.manual_seed(0)
 columns = {"pages": ["history", "candidate"]}
 model = prioritize(Model(), transport, optimizer=RowwiseAdagrad(lr=0.3), ids=columns)
 tables = model.prioritized_embeddings
-assert isinstance(tables, nn.Module)
+assert isinstance(tables, PrioritizedEmbeddings)
 wrapped = DistributedDataParallel(model) if ranks else model  # sees the dense part alone
 optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.05)
 scheduler = torch.optim.lr_scheduler.StepLR(tables.fused_optimizer, step_size=20, gamma=0.7)

@@ -21,6 +21,14 @@ def test_processes_train_as_the_synchronous_order_does(backend: str, world_size:
         assert output.count("passed check_") == len(embedding_rank.CHECKS), done.explain()
 
 
+def test_steps_are_those_of_torchrec() -> None:
+    pytest.importorskip("torchrec", reason="torchrec is not installed")
+    script = Path(embedding_rank.__file__).with_name("embedding_torchrec_rank.py")
+    done = launch("process_group", 2, script, timeout_s=120)
+    assert done.returncode == 0, done.explain()
+    assert all("passed check_torchrec" in output for output in done.outputs), done.explain()
+
+
 def test_checkpoints_and_ddp(tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="torchrec is not installed")
     done = launch("process_group", 8, Path(embedding_groups_rank.__file__), [str(tmp_path)], timeout_s=150)
