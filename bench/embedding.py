@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from .launch import LaunchError, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
 
 _CONTENDERS = ("base", "sdd", "sdd_dedup", "synchronous", "prioritized")
-_LAUNCH_TIMEOUT_S = 60.0  # more than a launch may take after its time is over
+_LAUNCH_TIMEOUT_S = 30.0  # more than a launch may take after its time is over
 
 _SIZES = {
     "cuda": Sizes(batch_size=128, num_rows=10_000_000, dim=128, width=256, num_layers=3, median=3500.0),
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started, report = time.time(), Report(_sizes(options), found=[], faults=[], notes=[])
         with tempfile.TemporaryDirectory() as folder:
             _run(options, Path(folder), report, lambda line: _say(console, started, line))
-        about = environment(("torch", "torchrec", "fbgemm_gpu", "numpy"))
+        about = _environment()
     for table in tables(report):
         print_table(table, console)
     for line in [*notes(report), *faults(report)]:
@@ -229,6 +230,8 @@ def _run_launches(
         )
         for line in found_checks(found) + ([fault] if fault else []):
             say(line)
+        if options.json is not None:  # at once: a run that is cut keeps what it has
+            _write_json(options.json, report, _environment())
 
 
 def _plan(options: argparse.Namespace, launchers: dict[str, Launcher]) -> Iterator[tuple[int, str, str]]:
@@ -243,12 +246,17 @@ def _contenders(options: argparse.Namespace, name: str) -> list[str]:
 
 
 def _settings(options: argparse.Namespace, link: str, name: str, launch: int, until: float) -> Settings:
+    first = launch == 0 and link == options.links[0]
     pace = Pace(
-        options.warm_up, options.timed, options.rounds, options.traced, 23 * (launch == 0) * (options.traced > 0),
-        options.memory_steps * (launch == 0 and link == options.links[0]),
-    )  # fmt: skip
+        options.warm_up,
+        options.timed,
+        options.rounds,
+        options.traced,
+        traced_ours=23 if first and options.traced else 0,
+        memory_steps=options.memory_steps if first else 0,
+    )
     contenders = _contenders(options, name)
-    check = name != "pec" and launch == 0 and link == options.links[0]
+    check = first and name != "pec"
     return Settings(
         options.device, options.ranks, link, contenders, cells(options, link), _sizes(options), pace, check, until
     )
@@ -270,11 +278,18 @@ def read_runs(paths: Sequence[Path]) -> tuple[Report, dict[str, str]]:
     return report, {**runs[0]["environment"], "command": "; ".join(run["environment"]["command"] for run in runs)}
 
 
+def _environment() -> dict[str, str]:
+    return environment(("torch", "torchrec", "fbgemm_gpu", "numpy"))
+
+
+def _write_json(path: Path, report: Report, about: dict[str, str]) -> None:
+    path.write_text(json.dumps({"environment": about, **asdict(report)}, indent=1) + "\n")
+
+
 def _write(options: argparse.Namespace, report: Report, about: dict[str, str], console: Console) -> None:
     """Write what was asked for."""
     if options.json is not None:
-        everything = {"environment": about, **asdict(report)}
-        options.json.write_text(json.dumps(everything, indent=1) + "\n")
+        _write_json(options.json, report, about)
         console.print(f"measurements: {options.json}")
     if options.results is not None:
         title = "Prioritized embeddings beside TorchRec"
@@ -291,4 +306,5 @@ def _write(options: argparse.Namespace, report: Report, about: dict[str, str], c
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended from outside"))  # and with it the ranks
     sys.exit(main())
