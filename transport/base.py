@@ -23,6 +23,9 @@ class Pending(ABC):
     def wait(self) -> Tensor:
         """Wait for the transfer and return what arrived. May be called again, with the same result.
 
+        For CUDA tensors the host does not wait for the data: the current stream does. What goes wrong after that is
+        raised by the next call on the channel, and by `Transport.raise_if_failed`.
+
         Raises:
             TransportTimeout: The deadline passed; names operation, channel, sequence number, missing peers where
                 known.
@@ -58,7 +61,7 @@ class Transport(ABC):
         """Give every rank the blocks of all ranks, one after the other along dim 0.
 
         Args:
-            block: This rank's rows. Shape [n, ...], any dtype, host memory.
+            block: This rank's rows. Shape [n, ...], any dtype, in host memory or, where the backend moves it, on a GPU.
             sizes: Rows of each rank, when they differ. Length world_size; `sizes[rank] == n`.
             out: Where to put the result, to reuse memory. Shape [sum(sizes), ...], contiguous, dtype of `block`.
 
@@ -84,7 +87,8 @@ class Transport(ABC):
         Neither `rows` nor `out` may be changed before the transfer is done.
 
         Args:
-            rows: What to send, ordered by destination. Shape [sum(sent_splits), ...], any dtype, host memory.
+            rows: What to send, ordered by destination. Shape [sum(sent_splits), ...], any dtype, in host memory or,
+                where the backend moves it, on a GPU.
             sent_splits: Rows for each rank. Length world_size.
             received_splits: Rows expected from each rank. Length world_size.
             out: Where to put the result, to reuse memory. Shape [sum(received_splits), ...], contiguous.
@@ -109,6 +113,16 @@ class Transport(ABC):
         Raises:
             ValueError: The name is empty or too long.
             TransportError: Another rank makes another channel.
+        """
+
+    @abstractmethod
+    def raise_if_failed(self) -> None:
+        """Raise what has gone wrong, if anything, with transfers that the host does not wait for.
+
+        Call it before what came over the channel leaves the process, in a checkpoint say. It does not wait.
+
+        Raises:
+            TransportError: A transfer failed, or the channel was closed.
         """
 
     @abstractmethod

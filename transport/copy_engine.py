@@ -117,7 +117,9 @@ class CopyEngine:
             self._open(meet, index)
         elif index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
-        transfer = self._enqueue(exchange, f"{exchange.operation} #{sequence}")
+        assert self._windows is not None, "it was opened just now"
+        with self._windows.streams.on_device():
+            transfer = self._enqueue(exchange, f"{exchange.operation} #{sequence}")
         self._under_way.append(transfer)
         watch.add(self._look)
         return Enqueued()
@@ -127,16 +129,17 @@ class CopyEngine:
         assert windows is not None, "it was opened just now"
         assert meetings is not None, "it was opened just now"
         deadline = time.monotonic() + self._timeout_s
-        windows.streams.adopt(exchange)
-        large = np.maximum(exchange.sent_bytes, exchange.received_bytes) >= self._direct_from
         sent, received = exchange.sent_bytes, exchange.received_bytes
+        large = np.maximum(sent, received) >= self._direct_from
         peers: list[int] = []
         if large.any():
             peers = [peer for peer in self._in_order if large[peer]]
             sent, received = np.where(large, 0, sent), np.where(large, 0, received)
+        sends = bool(peers) or self._via == "segment"
+        windows.streams.adopt(exchange, sends)
         mark = windows.enqueue(exchange, sent, received)
         met = meetings.enqueue(exchange, peers, deadline)
-        joined = windows.streams.joined(meetings.flags_to_wait_for(met))
+        joined = windows.streams.joined(meetings.flags_to_wait_for(met), sends)
         transfer = _Transfer(mark, met, deadline, call, exchange if met else None)
         exchange.join = _Join(self, transfer, joined)
         return transfer
@@ -164,7 +167,7 @@ class CopyEngine:
             self._lane.close()
 
     def raise_failure(self) -> None:
-        """Raise what has ended the transfers that were under way."""
+        """See `Engine.raise_failure`."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure)) from self._failure
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,20 @@ _PORTABLE_AND_MAPPED = 3
 class Streams(Protocol):
     """A sending and a receiving stream. Addresses are integers; `stream` is SEND or RECEIVE."""
 
-    def adopt(self, exchange: Exchange) -> None:
-        """Order both streams behind `exchange.ready`, and keep its memory until they are through."""
+    def on_device(self) -> AbstractContextManager[object]:
+        """Around calls below: a thread may have another device current, or none yet."""
+
+    def use(self) -> None:
+        """A channel begins to use them. Raises Unavailable when too many streams of the process would wait."""
+
+    def rest(self) -> None:
+        """The channel was closed; another may use them."""
+
+    def adopt(self, exchange: Exchange, sends: bool = True) -> None:
+        """Order the streams behind `exchange.ready`, and keep its memory until they are through.
+
+        Without `sends` the receiving stream alone has to do with this exchange.
+        """
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Enqueue a copy of bytes."""
@@ -40,7 +53,7 @@ class Streams(Protocol):
     def write(self, stream: int, address: int, count: int) -> None:
         """Let the stream write a count to a flag, after everything before."""
 
-    def joined(self, flags: Sequence[tuple[int, int]] = ()) -> Callable[[], object]:
+    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         """A function that makes the current stream wait for all enqueued up to now, and for flags to show counts."""
 
     def identify(self, address: int) -> tuple[object, int]:
@@ -65,12 +78,17 @@ def check_connections() -> None:
     Raises:
         Unavailable: CUDA_DEVICE_MAX_CONNECTIONS is below 8, its default.
     """
-    told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if told.isdigit() and 0 < int(told) < _LEAST_CONNECTIONS:
+    if _num_connections() < _LEAST_CONNECTIONS:
         raise Unavailable(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {told}: streams would share queues, and one that waits for a peer would "
-            f"stop the others; leave it unset, or set it to {_LEAST_CONNECTIONS} or more"
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {_num_connections()}: streams would share queues, and one that waits for "
+            f"a peer would stop the others; leave it unset, or set it to {_LEAST_CONNECTIONS} or more"
         )
+
+
+def _num_connections() -> int:
+    """Queues between this process and its GPU, which streams share. Seven of eight may hold a waiting stream."""
+    told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(32, int(told)) if told.isdigit() and int(told) > 0 else _LEAST_CONNECTIONS
 
 
 def check_installation(what: str) -> None:
@@ -100,7 +118,6 @@ class CudaStreams:
 
         self._driver, self._runtime = driver, runtime
         self._device = torch.device("cuda", device)
-        self._default = runtime.cudaMemcpyKind.cudaMemcpyDefault
         with torch.cuda.device(self._device):
             _, highest = self._done(runtime.cudaDeviceGetStreamPriorityRange(), "cudaDeviceGetStreamPriorityRange")
             made = [
@@ -110,21 +127,41 @@ class CudaStreams:
         self._raw = made
         self._streams = [torch.cuda.ExternalStream(raw, self._device) for raw in made]
 
-    def adopt(self, exchange: Exchange) -> None:
+    def on_device(self) -> AbstractContextManager[object]:
+        """See `Streams.on_device`."""
+        if torch.cuda.current_device() == self._device.index:
+            return _nothing
+        return torch.cuda.device(self._device)
+
+    def use(self) -> None:
+        """See `Streams.use`."""
+        _in_use.add(self)
+        most = (_num_connections() - 1) // 2
+        if len(_in_use) > most:
+            _in_use.discard(self)
+            raise Unavailable(
+                f"{most} channels of this process move CUDA tensors already, with two streams each that may wait for "
+                f"peers; when as many streams wait as there are connections ({_num_connections()}), all other work "
+                "stops too: close a channel, or set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process uses CUDA"
+            )
+
+    def rest(self) -> None:
+        """See `Streams.rest`."""
+        _in_use.discard(self)
+
+    def adopt(self, exchange: Exchange, sends: bool = True) -> None:
         """See `Streams.adopt`."""
         assert exchange.ready is not None, "only CUDA tensors come here"
-        sends, receives = self._streams
-        sends.wait_event(exchange.ready)
-        receives.wait_event(exchange.ready)
-        exchange.source.record_stream(sends)
-        exchange.source.record_stream(receives)  # which copies this rank's own piece
-        exchange.target.record_stream(receives)
+        for stream in self._streams if sends else self._streams[RECEIVE:]:
+            stream.wait_event(exchange.ready)
+            exchange.source.record_stream(stream)
+        exchange.target.record_stream(self._streams[RECEIVE])
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """See `Streams.copy`."""
-        result = self._runtime.cudaMemcpyAsync(target, source, size, self._default, self._raw[stream])
+        result = self._driver.cuMemcpyAsync(target, source, size, self._raw[stream])
         if result[0]:
-            self._done(result, "cudaMemcpyAsync")
+            self._done(result, "cuMemcpyAsync")
 
     def wait(self, stream: int, address: int, count: int) -> None:
         """See `Streams.wait`."""
@@ -142,9 +179,9 @@ class CudaStreams:
         if result[0]:
             self._done(result, "cuStreamWriteValue32")
 
-    def joined(self, flags: Sequence[tuple[int, int]] = ()) -> Callable[[], object]:
+    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         """See `Streams.joined`."""
-        return _Joined(self, flags)
+        return _Joined(self, flags, self._streams if sends else self._streams[RECEIVE:])
 
     def identify(self, address: int) -> tuple[object, int]:
         """See `Streams.identify`."""
@@ -194,19 +231,27 @@ class CudaStreams:
         return result[1] if len(result) == 2 else result[1:]
 
 
+_in_use: set[CudaStreams] = set()
+_nothing = nullcontext()
+
+
 class _Joined:
     """Makes the current stream of a device wait for what two streams have to do now, and for flags."""
 
-    def __init__(self, streams: CudaStreams, flags: Sequence[tuple[int, int]]) -> None:
-        self._owner, self._flags = streams, flags
-        self._events = [stream.record_event() for stream in streams._streams]
+    def __init__(
+        self, owner: CudaStreams, flags: Sequence[tuple[int, int]], streams: Sequence[torch.cuda.Stream]
+    ) -> None:
+        self._owner, self._flags = owner, flags
+        self._events = [stream.record_event() for stream in streams]
 
     def __call__(self) -> None:
         stream = torch.cuda.current_stream(self._owner._device)
         for event in self._events:
             stream.wait_event(event)
-        for address, count in self._flags:
-            self._owner.wait_on(stream.cuda_stream, address, count)
+        if self._flags:
+            with self._owner.on_device():
+                for address, count in self._flags:
+                    self._owner.wait_on(stream.cuda_stream, address, count)
 
 
 def _name(error: Any) -> str:

@@ -26,6 +26,9 @@ class Engine(Protocol):
     def split(self, timeout_s: float) -> Engine:
         """Make another engine between the same ranks; collective."""
 
+    def raise_failure(self) -> None:
+        """Raise what has ended transfers that were under way."""
+
     def release(self, reason: BaseException | None) -> None:
         """Give back what can be given back without the other ranks; `reason` is the failure that led to it."""
 
@@ -51,6 +54,10 @@ class DeviceWire:
         rank, world_size, _ = self._place
         host, engine = self._host.split(check_sizes, timeout_s), self._engine.split(timeout_s)
         return DeviceWire(host, engine, rank, world_size, timeout_s)
+
+    def raise_failure(self) -> None:
+        """See `FailsLater.raise_failure`."""
+        self._engine.raise_failure()
 
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`."""

@@ -86,6 +86,11 @@ class HostsEngine:
         """See `Engine.split`."""
         return HostsEngine(self._rank, self._hosts, self._inside.split(timeout_s), self._between.split(timeout_s))
 
+    def raise_failure(self) -> None:
+        """See `Engine.raise_failure`."""
+        self._inside.raise_failure()
+        self._between.raise_failure()
+
     def release(self, reason: BaseException | None) -> None:
         """See `Engine.release`."""
         self._inside.release(reason)

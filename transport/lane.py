@@ -16,7 +16,7 @@ from .agreement import SEQUENCE, find_disagreements, make_records
 from .base import Pending, Transport
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange, Splits, plan_all_gather, plan_all_to_all
-from .wire import Ticket, Wire
+from .wire import FailsLater, Ticket, Wire
 
 NAME_BYTES = 64
 _NO_RECORDS = np.empty((0, 5), dtype=np.int64)
@@ -73,6 +73,12 @@ class HostTransport(Transport):
             if self._closed is not None:  # by another thread, meanwhile
                 made.close()
             return made
+
+    def raise_if_failed(self) -> None:
+        """See `Transport.raise_if_failed`."""
+        self._refuse_when_closed("raise_if_failed")
+        if isinstance(self._wire, FailsLater):
+            self._wire.raise_failure()
 
     def close(self) -> None:
         """See `Transport.close`."""

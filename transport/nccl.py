@@ -54,7 +54,7 @@ class NcclEngine:
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
         del meet  # NCCL has its own way
-        self._raise_failure()
+        self.raise_failure()
         if self._released:
             raise TransportClosed("another thread closed the channel")
         group = self._group = self._group or self._meet()
@@ -133,7 +133,8 @@ class NcclEngine:
         if group is not None:
             group.abort()  # local, unlike a shutdown
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """See `Engine.raise_failure`."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure)) from self._failure
 
@@ -145,7 +146,7 @@ class _Join:
         self._engine, self._work = engine, work
 
     def __call__(self) -> None:
-        self._engine._raise_failure()
+        self._engine.raise_failure()
         self._work.wait()
 
 

@@ -106,6 +106,7 @@ class PinnedSlots:
 
     def put_away(self) -> None:
         """Keep them for a later channel."""
+        self.streams.rest()
         _idle.setdefault(self._key, []).append(self)
 
     def _shows(self, flag: int, count: int) -> bool:
@@ -125,9 +126,12 @@ def slots_for(
     key = (device, world_size, window_bytes)
     free = _idle.get(key)
     if free:
+        free[-1].streams.use()
         return free.pop()
     chunk = min(_LARGEST_CHUNK_BYTES, window_bytes // (2 * DEPTH * world_size) - HEADER_BYTES)
-    return PinnedSlots(key, make_streams(device), max(chunk, 1 << 10) // 512 * 512, first)
+    streams = make_streams(device)
+    streams.use()
+    return PinnedSlots(key, streams, max(chunk, 1 << 10) // 512 * 512, first)
 
 
 def empty_rows(size: int) -> Tensor:

@@ -67,8 +67,9 @@ class StagingEngine:
         )
         call = f"{exchange.operation} #{sequence}"
         mover.add(Job(call, layouts, mover.slots.count, time.monotonic() + self._timeout_s))
-        _enqueue(exchange, layouts, mover.slots)
-        exchange.join = _Join(mover, mover.slots.streams.joined())
+        with mover.slots.streams.on_device():
+            _enqueue(exchange, layouts, mover.slots)
+            exchange.join = _Join(mover, mover.slots.streams.joined())
         mover.let_go_if_failed()  # it may have let go before these waits were enqueued
         return Enqueued()
 
@@ -77,6 +78,11 @@ class StagingEngine:
         return StagingEngine(
             self._rank, self._world_size, timeout_s, self._window_bytes, self._make_streams, self._first_count
         )
+
+    def raise_failure(self) -> None:
+        """See `Engine.raise_failure`."""
+        if self._mover is not None:
+            self._mover.raise_failure()
 
     def release(self, reason: BaseException | None) -> None:
         """See `Engine.release`. What is under way is left to end by itself."""

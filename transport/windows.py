@@ -36,6 +36,7 @@ class Windows:
         incoming: Where this rank's slots for what each peer sends are, for this device.
         slot_bytes: Bytes of a slot.
         depth: Slots between a sender and a receiver.
+        sending: The stream that fills slots: SEND, or RECEIVE where no piece is larger than a slot.
         first: Where counts begin.
     """
 
@@ -50,11 +51,12 @@ class Windows:
         incoming: dict[int, int],
         slot_bytes: int,
         depth: int,
+        sending: int = SEND,
         first: int = 0,
     ) -> None:
         self.rank, self.members, self.streams, self.segment = rank, list(members), streams, segment
         self.slot_bytes, self._depth, self._flags = slot_bytes, depth, flags
-        self._outgoing, self._incoming = outgoing, incoming
+        self._outgoing, self._incoming, self._sending = outgoing, incoming, sending
         self._outgoing_flags = {p: (self._arrived_at(rank, p), self._consumed_at(rank, p)) for p in outgoing}
         self._incoming_flags = {p: (self._arrived_at(p, rank), self._consumed_at(p, rank)) for p in incoming}
         self.start_counts_at(first)
@@ -99,10 +101,10 @@ class Windows:
         self._sent[peer] = number + 1
         needed, (arrived_at, at) = number + 1 - self._depth, self._outgoing_flags[peer]
         if needed > self._first and not has_reached(self.segment.read(at), needed):
-            streams.wait(SEND, self._flags + at, needed)
+            streams.wait(self._sending, self._flags + at, needed)
         slot = self._outgoing[peer] + number % self._depth * self.slot_bytes
-        streams.copy(SEND, slot, source, size)
-        streams.write(SEND, self._flags + arrived_at, number + 1)
+        streams.copy(self._sending, slot, source, size)
+        streams.write(self._sending, self._flags + arrived_at, number + 1)
 
     def _receive(self, peer: int, target: int, size: int) -> None:
         streams = self.streams

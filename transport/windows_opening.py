@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from .cuda_streams import Streams
+from .cuda_streams import RECEIVE, SEND, Streams
 from .errors import TransportError, Unavailable
 from .lane import HostTransport
 from .meetings import Meetings, book_bytes
@@ -80,10 +80,15 @@ def open_windows(
     kind = (tuple(members), via, window_bytes, device)
     taken = _take_over(lane, members, kind)
     if taken is not None:
+        with _together(lane):
+            taken[0].streams.use()
         return taken
-    making = _Making(lane, members, slot_size(via, window_bytes, len(members)), first_count)
+    # Slots that hold every piece that goes through them need no second stream to keep them filled.
+    sending = RECEIVE if via == "peer" else SEND
+    making = _Making(lane, members, slot_size(via, window_bytes, len(members)), sending, first_count)
     with _together(lane):
         streams = make_streams()
+        streams.use()
     making.make_segment()
     made = making.make_windows(streams)
     _kinds[id(made[0])] = kind
@@ -95,6 +100,7 @@ _kinds: dict[int, tuple[object, ...]] = {}
 
 def put_away(windows: Windows, meetings: Meetings) -> None:
     """Keep the slots of a closed channel, through which nothing passes any more, for a later one."""
+    windows.streams.rest()
     _idle.setdefault(_kinds[id(windows)], {})[windows.segment.name] = windows, meetings
 
 
@@ -124,9 +130,11 @@ def _take_over(
 class _Making:
     """The steps in which members make a segment and lay it out."""
 
-    def __init__(self, lane: HostTransport, members: Sequence[int], slot_bytes: int, first_count: int) -> None:
+    def __init__(
+        self, lane: HostTransport, members: Sequence[int], slot_bytes: int, sending: int, first_count: int
+    ) -> None:
         self._lane, self._members = lane, list(members)
-        self._slot_bytes, self._first_count = slot_bytes, first_count
+        self._slot_bytes, self._sending, self._first_count = slot_bytes, sending, first_count
         self._member = self._members.index(lane.rank)
         self._ring_bytes = slot_bytes * _DEPTH
         n = len(members)
@@ -166,7 +174,16 @@ class _Making:
                 outgoing[peer] = flags + self._in_segment(segment, self._member, index)
                 incoming[peer] = flags + self._in_segment(segment, index, self._member)
         windows = Windows(
-            lane.rank, self._members, streams, segment, flags, outgoing, incoming, self._slot_bytes, _DEPTH
+            lane.rank,
+            self._members,
+            streams,
+            segment,
+            flags,
+            outgoing,
+            incoming,
+            self._slot_bytes,
+            _DEPTH,
+            self._sending,
         )
         windows.start_counts_at(self._first_count)
         meetings = Meetings(lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from .exchange import Exchange
 
@@ -44,3 +44,11 @@ class Wire(Protocol):
 
     def release(self, reason: BaseException | None) -> None:
         """Give back what can be given back without the other ranks; `reason` is the failure that led to it."""
+
+
+@runtime_checkable
+class FailsLater(Protocol):
+    """A wire whose transfers may fail when the host no longer waits for them."""
+
+    def raise_failure(self) -> None:
+        """Raise what has ended a transfer that was under way."""

@@ -52,44 +52,49 @@ def use_threads(host: Transport, engine: Engine) -> HostTransport:
 
 
 class OnDevice(HostTransport):
-    """Moves what the checks send by way of the GPU."""
+    """Moves what the checks send by way of the GPU, on a stream of each channel's own.
 
-    def __init__(self, inner: HostTransport) -> None:
+    Channels in several threads would otherwise share one stream, which waits for the transfers of all of them in an
+    order that differs between ranks.
+    """
+
+    def __init__(self, inner: HostTransport, device: torch.device) -> None:
         self.__dict__ = inner.__dict__
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(device)
 
     def all_gather(self, block: Tensor, sizes: Splits | None = None, out: Tensor | None = None) -> Pending:
-        theirs = None if out is None else out.to(self.device)
-        return Back(super().all_gather(block.to(self.device), sizes, theirs), out)
+        device = self.stream.device
+        with torch.cuda.stream(self.stream):
+            theirs = None if out is None else out.to(device)
+            return Back(super().all_gather(block.to(device), sizes, theirs), out, self.stream)
 
     def all_to_all(
         self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
     ) -> Pending:
-        theirs = None if out is None else out.to(self.device)
-        return Back(super().all_to_all(rows.to(self.device), sent_splits, received_splits, theirs), out)
+        device = self.stream.device
+        with torch.cuda.stream(self.stream):
+            theirs = None if out is None else out.to(device)
+            return Back(super().all_to_all(rows.to(device), sent_splits, received_splits, theirs), out, self.stream)
 
     def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         made = super().channel(name, check_sizes)
         assert isinstance(made, HostTransport)
-        inner = OnDevice(made)
-        inner.device = self.device
-        return inner
+        return OnDevice(made, self.stream.device)
 
 
 class Back(Pending):
     """Brings what arrived back to the host."""
 
-    def __init__(self, inner: Pending, out: Tensor | None) -> None:
-        self._inner, self._out, self._got = inner, out, torch.empty(0)
+    def __init__(self, inner: Pending, out: Tensor | None, stream: torch.cuda.Stream) -> None:
+        self._inner, self._out, self._stream = inner, out, stream
 
     def test(self) -> bool:
         return self._inner.test()
 
     def wait(self) -> Tensor:
-        got = self._inner.wait().cpu()
-        if self._out is None:
-            return got
-        return self._out.copy_(got)
+        with torch.cuda.stream(self._stream):
+            got = self._inner.wait().cpu()
+        return got if self._out is None else self._out.copy_(got)
 
 
 def threads_engine(name: str, rank: int, world_size: int, timeout_s: float) -> Engine:
@@ -131,7 +136,7 @@ def _lane(transport: Transport) -> HostTransport:
 def main(host: str, engine: str) -> None:
     transport = connect_device(host, engine, 20)
     if not engine.startswith("threads"):
-        transport = OnDevice(transport)
+        transport = OnDevice(transport, torch.device("cuda", torch.cuda.current_device()))
     for check in CHECKS:
         begun = time.monotonic()
         check(transport)

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -64,11 +65,20 @@ class HostStreams:
         for each in self._queues:
             threading.Thread(target=self._run, args=(each,), daemon=True).start()
 
+    def on_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def use(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
     def _run(self, todo: queue.SimpleQueue[Callable[[], object]]) -> None:
         while True:
             todo.get()()
 
-    def adopt(self, exchange: Exchange) -> None:
+    def adopt(self, exchange: Exchange, sends: bool = True) -> None:
         self._adopted = exchange
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
@@ -89,10 +99,11 @@ class HostStreams:
 
         self._queues[stream].put(run)
 
-    def joined(self, flags: Sequence[tuple[int, int]] = ()) -> Callable[[], object]:
-        events = [threading.Event(), threading.Event()]
-        for stream in (SEND, RECEIVE):
-            self._queues[stream].put(partial(_set, events[stream], self._adopted))
+    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
+        events = []
+        for stream in (SEND, RECEIVE) if sends else (RECEIVE,):
+            events.append(threading.Event())
+            self._queues[stream].put(partial(_set, events[-1], self._adopted))
 
         def join() -> None:
             for event in events:

@@ -29,6 +29,9 @@ class Recorded:
     def split(self, timeout_s: float) -> Recorded:
         return Recorded()
 
+    def raise_failure(self) -> None:
+        pass
+
     def release(self, reason: BaseException | None) -> None:
         pass
 
