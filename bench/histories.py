@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .roles import infer_roles
 
 Ints = NDArray[np.int64]
-_ROWS_AT_ONCE = 8192
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Histories:
         return self.ids[starts + np.arange(len(starts))]
 
 
-def read_histories(source: str, most_rows: int, most_ids: int) -> Histories:
+def read_histories(source: str, most_rows: int, most_ids: int, most_items: int | None = None) -> Histories:
     """Read a column's histories.
 
     Args:
@@ -54,6 +54,7 @@ def read_histories(source: str, most_rows: int, most_ids: int) -> Histories:
             field of a struct, within lists too. Without a column, the one that looks like a history is taken.
         most_rows: Rows to read at most.
         most_ids: Ids to keep at most; further rows give lengths only.
+        most_items: Stop reading after so many items; None: read on.
 
     Raises:
         ValueError: No such file or column, not readable, or no lists, text or lengths in it; says what there is.
@@ -71,7 +72,7 @@ def read_histories(source: str, most_rows: int, most_ids: int) -> Histories:
     if not column:
         column = _guessed(paths[0])
         remarks.append(f"No column was named; {column!r} looks like the history. Another: {source}:column.")
-    reader = _Reader(column, most_rows, most_ids)
+    reader = _Reader(column, most_rows, most_ids, most_items)
     try:
         for path in paths:
             reader.read(path)
@@ -109,8 +110,9 @@ def _guessed(path: str) -> str:
 class _Reader:
     """Takes in record batches until there are enough rows."""
 
-    def __init__(self, column: str, most_rows: int, most_ids: int) -> None:
-        self._column, self._most_rows, self._most_ids = column, most_rows, most_ids
+    def __init__(self, column: str, most_rows: int, most_ids: int, most_items: int | None) -> None:
+        self._column, self._most_rows, self._most_ids, self._most_items = column, most_rows, most_ids, most_items
+        self._num_items, self._stopped = 0, False
         self._lengths: list[Ints] = []
         self._ids: list[pa.Array] = []
         self._num_rows = self._num_rows_with_ids = self._nulls = 0
@@ -122,7 +124,7 @@ class _Reader:
             top, inner = _resolve(file.schema_arrow, self._column, path)
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[top]):
                 missing = self._most_rows - self._num_rows
-                if missing <= 0:
+                if missing <= 0 or self._stopped:
                     return
                 self._take(batch.column(batch.schema.get_field_index(top.split(".")[0]))[:missing], inner, path)
 
@@ -135,6 +137,8 @@ class _Reader:
             lengths, self._what = _flat_lengths(leaf, f"{path}: column {self._column!r}")
             self._has_ids = False
         self._lengths.append(lengths)
+        self._num_items += int(lengths.sum())
+        self._stopped = self._most_items is not None and self._num_items >= self._most_items
         if self._has_ids and self._most_ids > 0:
             ends = lengths.cumsum()
             fitting = int(np.searchsorted(ends, self._most_ids, side="right"))
@@ -154,6 +158,8 @@ class _Reader:
         remarks = [self._what] if self._what else []
         if not self._has_ids and not self._what:
             remarks.append("The lists hold no ids (integers or text), so collisions are not known.")
+        if self._stopped:
+            remarks.append(f"Reading stopped after {self._num_rows:,} rows: they hold {self._num_items:,} items.")
         if self._nulls:
             remarks.append(f"{self._nulls:,} nulls are taken for empty lists.")
         return Histories(title, lengths, ids, self._num_rows_with_ids if len(ids) else 0, remarks)

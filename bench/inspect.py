@@ -30,7 +30,7 @@ Nothing is trained: a rank's time is taken to grow with its items. Rows are take
 the largest global batch needs, dealt to the ranks in turn."""
 
 _LITTLE, _MOST = 2.0, 50.0  # percent of waiting; of collisions
-_MOST_IDS = 64_000_000
+_MOST_IDS, _MOST_ITEMS = 40_000_000, 100_000_000  # so that it takes seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("reading", total=None)
         most_rows = max(world * batch for world, batch in settings) * options.batches
-        histories = read_histories(options.data, most_rows, _MOST_IDS)
+        histories = read_histories(options.data, most_rows, _MOST_IDS, _MOST_ITEMS)
         progress.reset(task, total=len(settings), description="counting")
         findings = []
         for world, batch in settings:
@@ -175,11 +175,14 @@ def remarks(histories: Histories, findings: Sequence[Finding]) -> list[str]:
     short = [f for f in findings if f.repeated]
     if short:
         lines.append(
-            f"*: the data have {len(histories.lengths):,} rows and a global batch needs more, so rows were drawn at "
+            f"*: {len(histories.lengths):,} rows were read and a global batch needs more, so rows were drawn at "
             "random and again; collisions cannot be told then."
         )
     if histories.num_rows_with_ids and any(f.collisions is None and not f.repeated for f in findings):
-        lines.append("- : two consecutive global batches are needed for collisions, and the data have fewer rows.")
+        lines.append(
+            f"- : two consecutive global batches are needed for collisions; ids were kept of the first "
+            f"{histories.num_rows_with_ids:,} rows."
+        )
     return lines
 
 
@@ -201,8 +204,8 @@ def verdict(findings: Sequence[Finding]) -> list[str]:
         at = f"on {most.world_size} ranks x {most.batch_size}"
         if most.collisions > _MOST:
             lines.append(
-                f"Most rows recur from one step to the next ({most.collisions:.0f} % {at}): prioritized embeddings "
-                "can hide little of the traffic; hot rows are few, and tables that small may as well be replicated."
+                f"Most rows recur from one step to the next ({most.collisions:.0f} % {at}): they wait for their "
+                "update, and prioritized embeddings hide the rest of the traffic only."
             )
         else:
             lines.append(f"At most {most.collisions:.1f} % of the rows looked up have to wait for an update ({at}).")

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..balancer import WorldSamples, greedy_batch_size, straggler_percentage
 from ..balancer.metrics import rank_loads
-from .collision_ratio import collisions
+from .collision_ratio import among
 from .histories import Histories, batches_of_rows
 
 Ints = NDArray[np.int64]
 
 _PAIRS = 2  # of consecutive batches, compared for collisions
+_MANY = 4_000_000  # ids of a batch; from there one pair is enough, and takes long enough
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,19 @@ def _collisions(
 ) -> tuple[float | None, float | None]:
     """Distinct ids a rank asks for, and the percentage that some rank asks for in the next batch too."""
     known = [chosen for chosen in rows if len(chosen) and int(chosen.max()) < histories.num_rows_with_ids]
+    known = known[: _PAIRS + 1 if sum(int(histories.lengths[chosen].sum()) for chosen in known[:1]) < _MANY else 2]
     if len(known) < 2:
         return None, None
-    ids = [list(_by_rank(histories, chosen, world_size, max_length)) for chosen in known[: _PAIRS + 1]]
-    found = [collisions(batch, upcoming) for batch, upcoming in pairwise(ids)]
-    requests = statistics.fmean(each.num_requests for each in found)
-    return requests / world_size, 100 * statistics.fmean(each.requests for each in found)
+    asked = [[ids.unique() for ids in _by_rank(histories, chosen, world_size, max_length)] for chosen in known]
+    shares = [_recurring(batch, upcoming) for batch, upcoming in pairwise(asked)]
+    return statistics.fmean(len(rows) for batch in asked for rows in batch), 100 * statistics.fmean(shares)
+
+
+def _recurring(batch: list[Tensor], upcoming: list[Tensor]) -> float:
+    """Share of the rows that ranks ask for, each its different ones, that are asked for in the next batch too."""
+    later = torch.cat(upcoming).unique()
+    recurring = sum(int(among(rows, later).sum()) for rows in batch)
+    return recurring / max(1, sum(map(len, batch)))
 
 
 def _by_rank(histories: Histories, rows: Ints, world_size: int, max_length: int | None) -> Iterable[Tensor]:

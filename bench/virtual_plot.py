@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 except ImportError as error:
     raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
 
@@ -35,6 +36,8 @@ def draw(outcomes: Sequence[Outcome], base: Point, path: Path, title: str) -> No
             shown = [o for o in outcomes if _on_axis(o, base, field)]
             _draw_lines(panels[0][column], shown, field, "straggler_percentage", 1.0)
             panels[0][column].set_yscale("log")
+            panels[0][column].yaxis.set_major_formatter("{x:g}")
+            panels[0][column].yaxis.set_minor_formatter("{x:g}")
             _draw_lines(panels[1][column], [o for o in shown if _pads(o)], field, "sparsity", 100.0)
             panels[1][column].set_ylim(0, 100)
             panels[1][column].set_xlabel(label)
@@ -69,5 +72,5 @@ def _draw_lines(axes: Axes, outcomes: Sequence[Outcome], field: str, value: str,
     ticks = sorted({getattr(o, field) for o in outcomes})
     if field != "max_length":
         axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45 if field == "max_length" else 0)
+    axes.xaxis.set_minor_locator(NullLocator())

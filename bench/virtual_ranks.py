@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ then wait for the slowest of them: that alone is computed. Straggler percentage 
 the step. The floor gives all ranks the same batch: what is left is the noise of timing. The cost model has learned from
 other global batches."""
 
+_ENOUGH_S = 0.04  # of repeats, on a GPU: steps of 40 ms are timed once
 _SCALES = {
     "cuda": Scale(
         Point(21000, 128, 64), (2000, 4000, 8000, 16000), (32, 64, 256), (16, 32, 128, 256), 1.0, ModelSize(256, 4, 1)
@@ -66,7 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--world-size", type=count, nargs="*", metavar="N", help="other numbers of ranks, at the base's rest")
     add("--length-scale", type=float, metavar="X", help="factor on all lengths after the cut (CPU: 1/64)")
     add("--batches", type=count, default=1, metavar="N", help="global batches that are judged (default 1)")
-    add("--repeats", type=count, metavar="N", help="take the least of so many times (default 1; on a CPU, 3)")
+    add(
+        "--repeats",
+        type=count,
+        metavar="N",
+        help="take the least of so many times (default 3; on a GPU of short steps)",
+    )
     add("--width", type=count, metavar="N", help="width of the model")
     add("--heads", type=count, metavar="N", help="attention heads of the model")
     add("--layers", type=count, metavar="N", help="layers of the model (default 1: more take longer alike)")
@@ -86,8 +93,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         raise ValueError("--device cuda needs a GPU that torch can use, there is none")
     scale = _scale(options, _SCALES[device.type])
     source = length_source(options.lengths)
-    repeats = options.repeats or (1 if device.type == "cuda" else 3)
-    timer = RankTimer(reference_step(scale.model, device, options.seed), device, repeats)
+    enough_s = _ENOUGH_S if device.type == "cuda" and options.repeats is None else math.inf
+    timer = RankTimer(reference_step(scale.model, device, options.seed), device, options.repeats or 3, enough_s)
     study = Study(timer, source, scale, options.seed)
     outcomes = _measure_all(study, scale, options, console)
     table = _table(f"{source.title}, lengths x {scale.length_scale:g}, on {_device_name(device)}", outcomes)

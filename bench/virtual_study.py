@@ -135,10 +135,12 @@ class Study:
             return 0.0
         fit = self.fit()
         worlds = self._worlds(point, batches, self._seed)
-        once = sum(
-            float(fit.seconds(loads_of(w.rank.numpy(), w.uih_lengths.numpy(), w.world_size)).sum()) for w in worlds
+        ranks = np.concatenate(
+            [fit.seconds(loads_of(w.rank.numpy(), w.uih_lengths.numpy(), w.world_size)) for w in worlds]
         )
-        return 4.2 * self._timer.repeats * once  # three plans, the floor, and warming up
+        # three plans, the floor, and warming up
+        timer = self._timer
+        return 4.2 * float(np.minimum(timer.repeats * ranks, np.maximum(timer.enough_s, ranks) + ranks).sum())
 
     def fit(self) -> ComputeFit:
         """Compute time as a function of lengths, over all that was measured."""

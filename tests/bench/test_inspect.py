@@ -113,7 +113,7 @@ def test_a_finding_is_what_a_loop_by_hand_finds() -> None:
         for g in range(2)
     ]  # fmt: skip
     later = set.union(*asked[1])
-    assert found.rows_per_rank == pytest.approx(sum(map(len, asked[0])) / 3)
+    assert found.rows_per_rank == pytest.approx(sum(len(rows) for batch in asked for rows in batch) / 6)
     assert found.collisions == pytest.approx(100 * sum(len(a & later) for a in asked[0]) / sum(map(len, asked[0])))
 
 

@@ -107,6 +107,9 @@ def test_the_least_of_several_times_counts() -> None:
     timer = RankTimer(lambda lengths: calls.append(len(lengths)), CPU, repeats=4)
     timer.seconds(torch.tensor([1, 2]))
     assert calls == [2] * 4
+    enough = RankTimer(lambda lengths: calls.append(len(lengths)), CPU, repeats=4, enough_s=1e-12)
+    enough.seconds(torch.tensor([1]))
+    assert calls == [2] * 4 + [1], "what took long enough is not timed again"
 
 
 def test_the_command_measures_and_its_file_serves_the_simulator(
