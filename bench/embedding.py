@@ -22,7 +22,7 @@ from rich.console import Console
 
 from .arguments import at_least_one
 from .embedding_launches import Launcher, read_traces
-from .embedding_report import Report, faults, found_checks, notes, tables
+from .embedding_report import LEGEND, Report, faults, found_checks, notes, tables
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
@@ -295,7 +295,8 @@ def _write(options: argparse.Namespace, report: Report, about: dict[str, str], c
         console.print(f"measurements: {options.json}")
     if options.results is not None:
         title = "Prioritized embeddings beside TorchRec"
-        parts: list[Table | str] = ["\n".join(f"- {line}" for line in notes(report)), *tables(report), *faults(report)]
+        said = "\n".join(f"- {line}" for line in notes(report))
+        parts: list[Table | str] = [said, LEGEND, *tables(report), *faults(report)]
         path = write_result(options.results, f"embedding-{options.device}", title, about, parts)
         console.print(f"written to {path}")
         options.plot = options.plot or path.with_suffix(".png")

@@ -149,6 +149,19 @@ def _traffic(traced: Sequence[dict[str, Any]], field: str) -> dict[str, float]:
     return found
 
 
+LEGEND = (
+    "Milliseconds. Step: median of the slower rank, by events of the main stream; launches: smallest and largest "
+    "of the launches' medians; host: what the trainer's thread takes. The rest is of a profile of a few more "
+    "steps, on average over ranks. Computing: the stream that computes most runs a compute kernel; bubble: it "
+    "does not. The bubble is exposed traffic, plus side (only kernels of other streams run), plus copies, plus "
+    "idle. Exposed: embedding traffic during the bubble; ids (with masks), rows, gradients and dense (the all- "
+    "reduce of the other weights): exposed / whole time of that traffic. A transfer also waits for the other "
+    "rank, so it holds what one rank is behind. Tables GB: weights and optimizer; step GB: the most that a step "
+    "needs on top."
+)
+"""What the columns mean."""
+
+
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
