@@ -154,8 +154,8 @@ LEGEND = (
     "of the launches' medians; host: what the trainer's thread takes. The rest is of a profile of a few more "
     "steps, on average over ranks. Computing: the stream that computes most runs a compute kernel; bubble: it "
     "does not. The bubble is exposed traffic, plus side (only kernels of other streams run), plus copies, plus "
-    "idle. Exposed: embedding traffic during the bubble; ids (with masks), rows, gradients and dense (the all- "
-    "reduce of the other weights): exposed / whole time of that traffic. A transfer also waits for the other "
+    "idle. Exposed: embedding traffic during the bubble; ids (with masks), rows, gradients and dense (those of "
+    "the other weights): exposed / whole time of that traffic. A transfer also waits for the other "
     "rank, so it holds what one rank is behind. Tables GB: weights and optimizer; step GB: the most that a step "
     "needs on top."
 )
@@ -331,7 +331,7 @@ def _waits(report: Report) -> list[str]:
         waits = [wait for wait in trainer if wait["call"] not in _ALLOCATIONS]
         allocations = sum(wait["calls"] for wait in trainer if wait["call"] in _ALLOCATIONS)
         said = "; ".join(
-            f"{wait['calls']:.2g} {wait['call']} of {wait['ms']:.2f} ms in {wait['where'] or 'no range'}, "
+            f"{wait['calls']:.2g} {wait['call']} of {wait['ms']:.2f} ms in {_ends(wait['where'])}, "
             f"{wait['thread']} thread"
             for wait in waits[:4]
         )
@@ -342,6 +342,12 @@ def _waits(report: Report) -> list[str]:
             + (f"; and {allocations:.2g} allocations of memory a step" if allocations else "")
         )
     return lines
+
+
+def _ends(where: str) -> str:
+    """The outermost and the innermost of what encloses a call."""
+    places = where.split(" / ")
+    return places[0] + (f" … {places[-1]}" if len(places) > 1 else "") or "no range"
 
 
 def _memory(report: Report) -> list[str]:

@@ -70,7 +70,7 @@ class HostWait:
     Attributes:
         call: Name of the runtime call.
         thread: "trainer", "autograd" (the thread of backward, for which the trainer waits) or "other".
-        where: What encloses it: ranges and operators, outermost first.
+        where: What encloses it: ranges and operators, outermost first, with # for numbers.
         calls: How many.
         ms: How long they took.
     """
@@ -345,7 +345,8 @@ class _Trace:
         for event in found:
             thread = _thread(event)
             role = "trainer" if thread == self._trainer else "autograd" if thread in autograd else "other"
-            groups[event["name"], role, " / ".join(enclosing[id(event)])].append(event.get("dur", 0) / 1e3)
+            where = re.sub(r"\b\d+\b", "#", " / ".join(enclosing[id(event)]))  # a number tells steps apart
+            groups[event["name"], role, where].append(event.get("dur", 0) / 1e3)
         waits = [HostWait(*key, len(took) / num_steps, sum(took) / num_steps) for key, took in groups.items()]
         return sorted(waits, key=lambda wait: -wait.ms)
 
