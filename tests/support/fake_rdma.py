@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.transport import Transport
-from freescale.transport.verbs.binding import Address, Completion, explain_status
+from freescale.transport.lane import open_lane
+from freescale.transport.verbs.binding import Address, Completion, Pair, Queue, Region, explain_status
 from freescale.transport.verbs.device import Port
-from freescale.transport.verbs.join import open_lane
 from freescale.transport.verbs.memory import Kept
+from freescale.transport.verbs.opened import Device
 from freescale.transport.verbs.trace import ChunkEvent
-from freescale.transport.verbs.wire import Device, VerbsWire
+from freescale.transport.verbs.wire import VerbsWire
 
 FLUSHED, REMOTE_ACCESS, NO_ANSWER = 5, 10, 12
 
@@ -34,7 +35,6 @@ class Network:
     Attributes:
         refuse: May return a status for a write (pair, bytes, tag): it fails with that.
         alter: May change tag and bytes of a write on its way.
-        silent: Numbers of pairs that acknowledge and deliver nothing, like a stopped host.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -161,13 +161,14 @@ class FakeCard:
         self.network = network
         self.is_closed = False
 
-    def register(self, memory: NDArray[np.uint8]) -> FakeRegion:
+    def register(self, memory: NDArray[np.uint8]) -> Region:
         return FakeRegion(self.network, memory)
 
-    def make_queue(self, depth: int) -> FakeQueue:
+    def make_queue(self, depth: int) -> Queue:
         return FakeQueue(self.network)
 
-    def make_pair(self, queue: FakeQueue, sends: int, receives: int) -> FakePair:
+    def make_pair(self, queue: Queue, sends: int, receives: int) -> Pair:
+        assert isinstance(queue, FakeQueue)
         return FakePair(self.network, queue, sends, receives)
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from ..errors import TransportError, Unavailable
 from .device import Port
 
 HOP_LIMIT = 64  # routers on the way of RoCEv2
+RETRIES = 6  # not 7: Soft-RoCE then tries for ever
+NO_ROOM_RETRIES = 7  # for ever: a peer that makes no room, though it lives, is a matter of our own deadline
 BINDINGS = ("pyverbs", "ibverbs")
 NO_RDMA_ERRNO = 38  # ENOSYS: the kernel has no RDMA subsystem
 _STATUS = {  # of completions, as <infiniband/verbs.h> numbers them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +73,20 @@ def find_port(device: str | None, number: int, gid_index: int | None, root: Path
 def _choose_gid(folder: Path, is_ethernet: bool, name: str) -> int:
     if not is_ethernet:
         return 0
-    indices = sorted(int(path.name) for path in (folder / "gid_attrs" / "types").iterdir())
-    usable = [
-        index
-        for index in indices
-        if _read(folder / "gid_attrs" / "types" / str(index)) == "RoCE v2"
-        and any(gid := _read_gid(folder, index))
-        and not gid.startswith(b"\xfe\x80")
-    ]
-    if not usable:
+    first_of_ipv6 = None
+    types = f"{folder}/gid_attrs/types"
+    for index in sorted(map(int, os.listdir(types))):  # up to 1024, of which few are set
+        if _read(f"{types}/{index}") == "RoCE v2":
+            gid = _read_gid(folder, index)
+            if gid.startswith(_MAPPED):
+                return index
+            if first_of_ipv6 is None and any(gid) and not gid.startswith(b"\xfe\x80"):
+                first_of_ipv6 = index
+    if first_of_ipv6 is None:
         raise Unavailable(
             f"verbs: {name} has no RoCEv2 address that reaches other hosts: give its network interface an IP address"
         )
-    return min(usable, key=lambda index: (not _read_gid(folder, index).startswith(_MAPPED), index))
+    return first_of_ipv6
 
 
 def _read_gid(folder: Path, index: int) -> bytes:
@@ -95,8 +97,9 @@ def _read_gid(folder: Path, index: int) -> bytes:
     return bytes(16)
 
 
-def _read(path: Path) -> str:
+def _read(path: str | Path) -> str:
     try:
-        return path.read_text().strip()
+        with open(path) as file:
+            return file.read().strip()
     except OSError:  # an address that is not set cannot be read
         return ""

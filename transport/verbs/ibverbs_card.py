@@ -8,7 +8,7 @@ from ibverbs import AccessFlags, SendFlags, WROpcode
 from numpy.typing import NDArray
 
 from ..errors import Unavailable
-from .binding import HOP_LIMIT, Address, Completion, Pair, Queue, Region, explain_status
+from .binding import HOP_LIMIT, NO_ROOM_RETRIES, RETRIES, Address, Completion, Pair, Queue, Region, explain_status
 from .device import Port
 
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -113,7 +113,7 @@ class _Pair:
             mtu=peer.mtu,
         )
         self._pair.to_rtr(remote, sgid_index=self._port.gid_index, mtu=min(peer.mtu, self._mtu), hop_limit=HOP_LIMIT)
-        self._pair.to_rts(first_packet, timeout=ack_timeout, retry_cnt=7, rnr_retry=7)
+        self._pair.to_rts(first_packet, timeout=ack_timeout, retry_cnt=RETRIES, rnr_retry=NO_ROOM_RETRIES)
 
     def expect(self, count: int) -> None:
         self._pair.post_recv([self._receive] * count)

@@ -11,8 +11,9 @@ from ..lane import HostTransport, open_lane
 from .binding import load_binding
 from .device import find_port
 from .memory import Kept
+from .opened import Device
 from .options import RdmaOptions
-from .wire import Device, VerbsWire
+from .wire import VerbsWire
 
 
 def connect_verbs(through: Transport, options: RdmaOptions, timeout_s: float, check_sizes: bool) -> HostTransport:

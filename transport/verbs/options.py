@@ -21,8 +21,8 @@ class RdmaOptions:
         port: Of the device, from 1.
         gid_index: Which of the port's addresses to use; None for the first RoCEv2 one of IPv4 (0 on InfiniBand).
         chunk_bytes: Largest chunk. At least 4096; cut to what the port can send, and to the least of all ranks.
-        ack_timeout: How long the card waits for a peer's card: 4.096 µs times 2 to this, tried 8 times. 1 to 31. With
-            18, a dead host is noticed after some 9 s; with 14, after 0.5 s, which a busy network may exceed.
+        ack_timeout: How long the card waits for a peer's card: 4.096 µs times 2 to this, tried 7 times. 1 to 31. With
+            18, a dead host is noticed after some 8 s; with 14, after 0.5 s, which a busy network may exceed.
         trace: A list that what happens to each chunk is appended to; see `draw_trace`.
 
     Raises:

@@ -22,7 +22,18 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 from ..errors import TransportError
-from .binding import HOP_LIMIT, Address, Completion, Pair, Queue, Region, explain_status, format_gid
+from .binding import (
+    HOP_LIMIT,
+    NO_ROOM_RETRIES,
+    RETRIES,
+    Address,
+    Completion,
+    Pair,
+    Queue,
+    Region,
+    explain_status,
+    format_gid,
+)
 from .device import Port
 
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
@@ -145,7 +156,7 @@ class _Pair:
         attributes.rq_psn, attributes.sq_psn = peer.first_packet, first_packet
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
         attributes.min_rnr_timer = 12
-        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = ack_timeout, 7, 7
+        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = ack_timeout, RETRIES, NO_ROOM_RETRIES
         self._pair.to_rts(attributes)
 
     def expect(self, count: int) -> None:

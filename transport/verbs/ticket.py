@@ -173,7 +173,7 @@ class VerbsTicket:
         else:
             self._agreed.add(peer)
             if message.payload:
-                self._put(Chunk(peer, 0, size), np.frombuffer(message.payload, dtype=np.uint8))
+                self._put(peer, Chunk(peer, 0, size), np.frombuffer(message.payload, dtype=np.uint8))
         if not self._gathers and error is None:
             self._open_pair(peer)
         if self._gathers and not self._unheard and not self._is_apart:
@@ -285,12 +285,12 @@ class VerbsTicket:
         self._note("arrived", place.peer, chunk)
         incoming.num_arrived += 1
         if place.slot is None:
-            self._put(chunk, None)
+            self._put(place.peer, chunk, None)
             return
         data = self._wire.landed(place.slot, chunk.size)
         passed_on = self._pass_on(chunk, place.slot)
         if chunk.owner in self._agreed:
-            self._put(chunk, data)
+            self._put(place.peer, chunk, data)
         elif not passed_on:
             self._passing[chunk[:2]] = data.copy()
         if not passed_on:
@@ -309,11 +309,11 @@ class VerbsTicket:
         self._post(after, outgoing, chunk, wire.landing_source(slot, chunk.size), lambda: wire.free(slot))
         return True
 
-    def _put(self, chunk: Chunk, data: NDArray[np.uint8] | None) -> None:
+    def _put(self, peer: int, chunk: Chunk, data: NDArray[np.uint8] | None) -> None:
         start = int(self._exchange.received_at[chunk.owner]) + chunk.start
         if data is not None:
             self._target[start : start + chunk.size] = data
-        self._note("in place", chunk.owner, chunk)
+        self._note("in place", peer, chunk)
         if self._exchange.chunks is not None:
             self._exchange.chunks.landed(start, start + chunk.size)
 

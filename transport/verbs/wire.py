@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import secrets
 import select
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,12 +17,13 @@ from ..errors import TransportClosed, TransportError, TransportTimeout, Unavaila
 from ..exchange import Exchange, plan_all_to_all
 from ..ring import Chunk
 from ..wire import Purpose, SizeCheck
-from .binding import BINDINGS, Address, Card, Completion, explain_error
-from .device import Port
+from .binding import Address, Completion
+from .endpoint import ADDRESS_BYTES, Endpoint, pack_endpoint, unpack_endpoint
 from .fork import guard_against_forks
 from .link import RECEIVES, RING_SLOTS, SENDS, Link
-from .memory import Kept, Slots, allocate
+from .memory import Slots, allocate
 from .messages import GRANTS, LEAVING, MESSAGE_BYTES, Grant, Key, Message, write_leaving
+from .opened import Device, translated
 from .ticket import Place, VerbsTicket
 from .trace import ChunkEvent, Step
 
@@ -32,45 +31,10 @@ LANDING_SLOTS = 16
 STAGING_SLOTS = 8
 _LANES: dict[Purpose, int] = {"data": 0, "sizes": 1}
 _CHANNEL_LANE = 2
-_ADDRESS = struct.Struct(
-    "<IIIII16sQIII"
-)  # version, binding, queue pair: number, first packet, lid; gid, ring, key, mtu, chunk
-ADDRESS_BYTES = 64
-_VERSION = 1
 _LINGER_S = 0.25
 _KEEP_ALIVE_S = 1.0
 _SOURCE_LOOK_S = 0.0005
 _MOST_WAITING = 4096  # exchanges that a peer may be ahead
-
-
-@dataclass(eq=False)
-class Device:
-    """An opened card, which the channels made from one another share; the last one closes it.
-
-    Attributes:
-        card: The card.
-        port: Of it.
-        binding: Name of the library.
-        ack_timeout: How long the card waits for an acknowledgement: 4.096 µs times 2 to this, tried 8 times.
-        trace: Where to note what happens to each chunk.
-        kept: Memory of callers that stays registered.
-        num_users: Channels.
-    """
-
-    card: Card
-    port: Port
-    binding: str
-    ack_timeout: int
-    trace: list[ChunkEvent] | None
-    kept: Kept
-    num_users: int = 0
-
-    def leave(self) -> None:
-        """A channel was closed."""
-        self.num_users -= 1
-        if not self.num_users:
-            self.kept.close()
-            self.card.close()
 
 
 class VerbsWire:
@@ -102,6 +66,7 @@ class VerbsWire:
         self._num_early: dict[int, int] = {}
         self._places: dict[int, Place] = {}
         self._next_place = self._num_told = 0
+        self._life_at = 0.0  # when peers that somebody waits for are next asked for a sign of life
         self._landing: Slots | None = None
         self._staging: Slots | None = None
         device.num_users += 1
@@ -134,48 +99,32 @@ class VerbsWire:
 
     def describe(self) -> NDArray[np.uint8]:
         """What each peer needs to know to connect. Shape [world_size, ADDRESS_BYTES]."""
-        card, device = self._device.card, self._device
+        device = self._device
         rows = np.zeros((self._world_size, ADDRESS_BYTES), dtype=np.uint8)
         for peer, link in self.links.items():
-            packed = _ADDRESS.pack(
-                _VERSION,
-                BINDINGS.index(device.binding),
-                link.pair.number,
-                self._first_packets[peer],
-                card.lid,
-                device.port.gid,
-                link.ring_address,
-                self._ring_region.remote_key,
-                card.mtu,
-                self.chunk_bytes,
-            )
-            rows[peer, : len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+            card = device.card
+            address = Address(link.pair.number, self._first_packets[peer], card.lid, card.mtu, device.port.gid)
+            ring = (link.ring_address, self._ring_region.remote_key)
+            rows[peer] = pack_endpoint(Endpoint(device.binding, address, *ring, self.chunk_bytes))
         return rows
 
     def attach(self, described: NDArray[np.uint8]) -> None:
         """Connect to the peers, as they described themselves. Shape [world_size, ADDRESS_BYTES].
 
         Raises:
-            TransportError: What a peer says cannot be.
+            TransportError: What a peer says cannot be, or it uses another binding.
         """
         for peer, link in self.links.items():
-            version, binding, number, packet, lid, gid, ring, key, mtu, chunk_bytes = _ADDRESS.unpack_from(
-                described[peer].tobytes()
-            )
-            mine = (_VERSION, BINDINGS.index(self._device.binding))
-            if (version, binding) != mine:
+            theirs = unpack_endpoint(described[peer], peer)
+            if theirs.binding != self._device.binding:
                 raise TransportError(
-                    f"verbs: rank {self._rank} has version and binding {mine}, rank {peer} {(version, binding)}: all "
-                    f"ranks must name the same binding (of {', '.join(BINDINGS)}) and run the same version"
+                    f"verbs: rank {self._rank} uses {self._device.binding}, rank {peer} {theirs.binding}: all ranks "
+                    "must name the same binding"
                 )
-            if chunk_bytes < MESSAGE_BYTES:
-                raise TransportError(f"verbs: rank {peer} wants chunks of {chunk_bytes} bytes")
-            address = Address(number, packet, lid, mtu, gid)
-            address.check()
-            self.chunk_bytes = min(self.chunk_bytes, chunk_bytes)
+            self.chunk_bytes = min(self.chunk_bytes, theirs.chunk_bytes)
             with translated(self._device.card):
-                link.pair.connect(address, self._first_packets[peer], self._device.ack_timeout)
-            link.attach(ring, key)
+                link.pair.connect(theirs.address, self._first_packets[peer], self._device.ack_timeout)
+            link.attach(theirs.ring_address, theirs.ring_key)
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> VerbsTicket:
         """See `Wire.begin`."""
@@ -207,7 +156,6 @@ class VerbsWire:
     def block(self, ticket: VerbsTicket, seconds: float) -> bool:
         """As `Ticket.block`. Sleeps until the card reports something."""
         deadline = time.monotonic() + seconds
-        life_at = time.monotonic() + _KEEP_ALIVE_S
         while not ticket.poll():
             now = time.monotonic()
             if now >= deadline:
@@ -218,11 +166,11 @@ class VerbsWire:
                 self._queue.arm()
                 if self._reap():  # what came before the queue was armed
                     continue
-                if now >= life_at:
-                    life_at = now + _KEEP_ALIVE_S
+                if now >= self._life_at:
+                    self._life_at = now + _KEEP_ALIVE_S
                     self._show_life()
             most_s = _SOURCE_LOOK_S if any(each.waits_for_source for each in self._tickets.values()) else 1.0
-            self._sleep(min(most_s, deadline - now, max(life_at - now, 0.001)))
+            self._sleep(min(most_s, deadline - now, max(self._life_at - now, 0.001)))
         return True
 
     def _show_life(self) -> None:
@@ -435,12 +383,3 @@ class VerbsWire:
                 if each is not None:
                     each.close()
             self._device.leave()
-
-
-@contextmanager
-def translated(card: Card) -> Iterator[None]:
-    """Turn what a library raises into a TransportError."""
-    try:
-        yield
-    except card.error as error:
-        raise TransportError(f"verbs: {explain_error(error)}") from error
