@@ -26,7 +26,8 @@ from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
 
-_LAUNCH_TIMEOUT_S = 60.0  # more than a launch may take after its time is over
+_PACKAGES = ("torch", "torchrec", "fbgemm_gpu", "numpy")
+_LAUNCH_TIMEOUT_S = 30.0  # more than a launch may take after its time is over
 _SIZES = {
     "cuda": Sizes(batch_size=128, num_rows=10_000_000, dim=128, width=256, num_layers=3, median=3500.0),
     "cpu": Sizes(batch_size=8, num_rows=4000, dim=16, width=64, num_layers=1, median=30.0),
@@ -41,7 +42,8 @@ examples:
   python -m freescale.bench.end_to_end --links sockets --cuts 8000 --batch-sizes 128 --seconds 100
   python -m freescale.bench.end_to_end --device cpu
 
-The first batch size goes with all cuts, and the first cut with all batch sizes; --all-cells takes all pairs.
+The first batch size goes with all cuts, and the first cut with all batch sizes; --cells takes any. Contenders are timed
+in the order given: what --seconds leaves no time for is named.
 """
 
 
@@ -87,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--links", nargs="+", choices=tuple(LINKS), help="default: nvlink and shared memory")
     add("--cuts", type=at_least_one, nargs="+", help="longest histories, in ids (default 8000 21000 2000)")
     add("--batch-sizes", type=at_least_one, nargs="+", help="samples a rank (default 128 32 512)")
-    add("--all-cells", action="store_true", help="all pairs of cut and batch size")
     add("--even", action="store_true", help="also once where there is nothing to gain: equal lengths, tiny table")
+    add("--cells", nargs="+", metavar="CELL", help="instead: workloads in this order, as 8000x128 (cut, batch) or even")
     add("--ratio", type=float, default=5.0, help="percent of distinct rows that collide (default 5)")
     add("--rows", type=at_least_one, help="rows of the table (default 10,000,000)")
     add("--rounds", type=at_least_one, default=2, help="turns of all contenders in a launch (default 2)")
-    add("--warm-up", type=at_least_one, default=5, help="steps before each measurement (default 5)")
+    add("--warm-up", type=at_least_one, default=5, help="steps before each measurement, more than 2 (default 5)")
     add("--timed", type=at_least_one, default=12, help="steps of each measurement (default 12)")
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
     add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
@@ -109,8 +111,11 @@ def _complete(options: argparse.Namespace) -> None:
     options.contenders = options.contenders or [c for c in CONTENDERS if options.device == "cuda" or c != "sdd_dedup"]
     for name, default in _DEFAULTS[options.device].items():
         setattr(options, name, getattr(options, name) or default)
+    cells(options)  # refuses what is no cell
     if not 0 <= options.ratio <= 100:
         raise ValueError(f"--ratio must be from 0 to 100, got {options.ratio}")
+    if options.warm_up < 3:
+        raise ValueError(f"--warm-up must be at least 3, got {options.warm_up}")
     if 0 < options.traced < 4:
         raise ValueError(f"--traced must be at least 4, because three of the steps are left out, got {options.traced}")
     if options.device == "cuda":
@@ -121,13 +126,24 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-    """The workloads, most important first; those with nothing to gain have tables of their own and come last."""
-    if options.all_cells:
-        chosen = [Cell(cut, size) for size in options.batch_sizes for cut in options.cuts]
-    else:
-        chosen = [Cell(cut, options.batch_sizes[0]) for cut in options.cuts]
-        chosen += [Cell(options.cuts[0], size) for size in options.batch_sizes[1:]]
-    return chosen + [Cell(options.cuts[-1], options.batch_sizes[0], even=True)] * options.even
+    """The workloads, most important first.
+
+    Raises:
+        ValueError: One that was named is not of the form CUTxBATCH.
+    """
+    even = Cell(options.cuts[-1], options.batch_sizes[0], even=True)
+    if options.cells is not None:
+        return [even if each == "even" else Cell(*_numbers(each)) for each in options.cells]
+    chosen = [Cell(cut, options.batch_sizes[0]) for cut in options.cuts]
+    chosen += [Cell(options.cuts[0], size) for size in options.batch_sizes[1:]]
+    return [*chosen, even] if options.even else chosen
+
+
+def _numbers(cell: str) -> tuple[int, int]:
+    cut, _, size = cell.partition("x")
+    if not (cut.isdecimal() and size.isdecimal() and int(cut) and int(size)):
+        raise ValueError(f"--cells must be of the form CUTxBATCH, such as 8000x128, or even; got {cell!r}")
+    return int(cut), int(size)
 
 
 def _run(
@@ -155,6 +171,7 @@ def _run(
             read_traces(new, options.keep_traces, reader="freescale.bench.straggler_trace")
             found += new
             broken += [] if fault is None else [f"{link}: {fault}"]
+            _keep(options, found, broken)
             console.print(f"[{time.time() - started:6.1f} s] {link}: {len(new)} records", markup=False)
             for line in broken[-1:]:
                 console.print(line, markup=False)
@@ -165,18 +182,23 @@ def _run(
     return broken, launcher.torchrec
 
 
+def _keep(options: argparse.Namespace, found: list[dict[str, Any]], said: list[str]) -> None:
+    """Write what was measured so far, so that a run that is cut short loses nothing."""
+    if options.json is not None:
+        about = environment(_PACKAGES)
+        options.json.write_text(json.dumps({"environment": about, "notes": said, "found": found}, indent=1) + "\n")
+
+
 def _write(
     options: argparse.Namespace, result: dict[Key, Row], found: list[dict[str, Any]], said: list[str], console: Console
 ) -> None:
     """Write what was asked for."""
-    about = environment(("torch", "torchrec", "fbgemm_gpu", "numpy"))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"environment": about, "notes": said, "found": found}, indent=1) + "\n")
-        console.print(f"measurements: {options.json}")
+    _keep(options, found, said)
     if options.results is not None:
         told = "\n".join(f"- {line}" for line in verdicts(result))
         parts: list[Table | str] = [*said, *tables(result), told, *host_stages(found)]
         title = "Balanced and prioritized, beside TorchRec"
+        about = environment(_PACKAGES)
         path = write_result(options.results, f"end-to-end-{options.device}", title, about, parts)
         console.print(f"written to {path}")
 

@@ -28,6 +28,7 @@ from .launch import rank_main
 
 _DEADLINE_S = 60.0  # more than any step takes
 _SMALL_TABLE = 1000  # rows, where there is nothing to gain
+_AFTER_MEETING = 2  # steps of the warm-up that fill the device's queue again
 
 
 class Rank:
@@ -98,19 +99,22 @@ class Rank:
                     self._record("measurement", cell=asdict(cell), contender=name, **self._time(contender))
                     if turn == self._settings.pace.rounds - 1:
                         self._trace(cell, name, contender)
-                finally:
                     contender.leave()
+                except Exception:
+                    self._record("failed", cell=asdict(cell), contender=name, traceback=traceback.format_exc())
+                    raise  # other ranks may have gone on: what was measured so far is kept
 
     def _time(self, contender: Contender) -> dict[str, Any]:
         """Time steps: on the device where there is one, and on the host."""
         pace, cuda = self._settings.pace, self._device.type == "cuda"
         if cuda:
             torch.cuda.empty_cache()
-        losses = [contender.step() for _ in range(pace.warm_up)]
+        losses = [contender.step() for _ in range(pace.warm_up - _AFTER_MEETING)]
         self._meet()
         before = self._allocated()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
+        losses += [contender.step() for _ in range(_AFTER_MEETING)]
         contender.waited_s.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(pace.timed + 1)] if cuda else []
         host = [time.perf_counter()]

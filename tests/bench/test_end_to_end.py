@@ -20,7 +20,7 @@ from freescale.bench.end_to_end_settings import CONTENDERS, Cell
 @pytest.mark.timeout(240)
 def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = tmp_path / "found.json"
-    size = ["--cuts", "40", "--batch-sizes", "4", "--rounds", "1", "--warm-up", "3", "--timed", "4", "--even"]
+    size = ["--cells", "40x4", "even", "--cuts", "40", "--rounds", "1", "--warm-up", "3", "--timed", "4"]
     assert end_to_end.main(["--device", "cpu", *size, "--json", str(measured), "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     titles = {name: title for name, title in CONTENDERS.items() if name != "sdd_dedup"}
@@ -84,14 +84,16 @@ def test_straggling_is_told_step_by_step_though_ranks_are_even_on_average() -> N
     assert table.rows[0][6:11] == ("0.00", "4.00", "0.00", "11.00", "0.50")
     assert table.rows[1][2] == "-18.0 %"
     assert verdicts(made) == [
-        "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less; "
-        "90 %: met"
+        "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less "
+        "(90 %: met), of it waiting for ranks and their data 15.00 -> 0.50 ms, 97 % less"
     ]
 
 
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--ratio", "101"], "--ratio must be from 0 to 100, got 101.0"),
+        (["--cells", "8000"], "--cells must be of the form CUTxBATCH, such as 8000x128, or even; got '8000'"),
+        (["--warm-up", "2"], "--warm-up must be at least 3, got 2"),
         (["--traced", "3"], "--traced must be at least 4, because three of the steps are left out, got 3"),
         (["--ranks", "99"], "--ranks 99 needs as many GPUs"),
     ):
