@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warm-up", type=at_least_one, default=5, help="steps before each measurement, more than 2 (default 5)")
     add("--timed", type=at_least_one, default=12, help="steps of each measurement (default 12)")
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
+    add("--all-threads", action="store_true", help="traces show the balancer's thread too, and cost more")
     add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
@@ -165,7 +166,7 @@ def _run(
             place.mkdir()
             settings = Settings(
                 options.device, options.ranks, link, options.contenders, cells(options), sizes, options.ratio / 100,
-                pace, until,
+                pace, options.all_threads, until,
             )  # fmt: skip
             new, fault = launcher.run(settings, place, until - time.time() + _LAUNCH_TIMEOUT_S)
             read_traces(new, options.keep_traces, reader="freescale.bench.straggler_trace")

@@ -139,9 +139,9 @@ class Rank:
         steps = self._settings.pace.traced
         if not steps or self._device.type != "cuda":
             return
-        all_threads = _ExperimentalConfig(profile_all_threads=True)  # the balancer's too
+        threads = _ExperimentalConfig(profile_all_threads=True) if self._settings.all_threads else None
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with profile(activities=activities, experimental_config=all_threads) as profiler:
+        with profile(activities=activities, experimental_config=threads) as profiler:
             for number in range(steps):
                 with record_function(f"step_{number}"):
                     contender.step()

@@ -72,6 +72,7 @@ class Settings:
         sizes: Of the model; its batch size is the cells'.
         ratio: Share of the distinct rows of a global batch that are also in the next one.
         pace: See `Pace`.
+        all_threads: Whether traces show the balancer's thread and others, which takes time of its own.
         until: No measurement starts after that time (of `time.time`).
     """
 
@@ -83,6 +84,7 @@ class Settings:
     sizes: Sizes
     ratio: float
     pace: Pace
+    all_threads: bool
     until: float
 
     def save(self, path: Path) -> None:
