@@ -38,6 +38,12 @@ def test_the_share_of_distinct_rows_that_recur_is_the_one_asked_for(ratio: float
         assert found.rows == pytest.approx(ratio, abs=1 / found.num_rows)
 
 
+def test_rows_that_do_not_recur_are_not_in_any_of_the_next_three_batches() -> None:
+    workload = small(0.0)
+    for later in range(1, NUM_CLASSES):
+        assert collisions(list(workload.global_ids(5)), list(workload.global_ids(5 + later))).rows == 0
+
+
 def test_popular_rows_recur_in_many_occurrences_and_spread_ones_in_about_as_many_as_rows() -> None:
     spread = small(0.25).collisions()
     popular = small(0.25, recurring="popular").collisions()
