@@ -44,12 +44,14 @@ class Running:
     """A forward under way.
 
     Attributes:
-        batch: Its batch.
+        batch: Its batch, as planned.
+        given: The ids that it was given.
         iterations: One a group.
         rows: What autograd knows of each group's rows. Shapes [u, D], float32.
     """
 
     batch: Batch
+    given: HostIds
     iterations: list[Iteration]
     rows: list[Tensor]
 
@@ -157,7 +159,7 @@ class Engine:
         iterations = [context.start(g, batch, upcoming) for g, context in enumerate(self._contexts)]
         _use(batch)
         rows = [context.attach(each) for context, each in zip(self._contexts, iterations, strict=True)]
-        self.current = Running(batch, iterations, rows)
+        self.current = Running(batch, given, iterations, rows)
         return self.current
 
     def lookup(self, running: Running, call: int) -> list[Tensor]:
@@ -180,25 +182,38 @@ class Engine:
 
     def only(self, call: int, ids: Sequence[Tensor]) -> list[Tensor]:
         """Ids of one call, and none for all others, as `evaluate` takes them."""
-        first = sum(len(each) for each in self.calls[:call])
+        first = self._first_slot(call)
         nothing = [torch.empty(0, dtype=torch.int64) for _ in self._slots]
         return [*nothing[:first], *ids, *nothing[first + len(ids) :]]
 
     def sizes_of(self, running: Running, call: int) -> list[int]:
         """How many ids each feature of a call has in a batch."""
-        first = sum(len(each) for each in self.calls[:call])
+        first = self._first_slot(call)
         return running.batch.ids.sizes[first : first + len(self.calls[call])]
 
-    def is_planned(self, running: Running, call: int, ids: Sequence[Tensor]) -> bool:
-        """Whether these are the ids that a batch has for a call: compared in host memory, only counted on a GPU."""
-        if self.sizes_of(running, call) != [each.numel() for each in ids]:
-            return False
-        first = sum(len(each) for each in self.calls[:call])
-        planned = running.batch.ids.tensors[first : first + len(ids)]
-        return all(
-            each.is_cuda or one.is_cuda or torch.equal(each.reshape(-1).long(), one.long())
-            for each, one in zip(ids, planned, strict=True)
-        )
+    def find_call(self, running: Running, calls: Sequence[int], ids: Sequence[Tensor]) -> int | None:
+        """Which of some calls looks these ids up: the columns themselves, or equal ids.
+
+        On a GPU ids cannot be compared without waiting: the first call of the same sizes is taken, and checked later.
+        """
+        sizes = [each.numel() for each in ids]
+        flat = [each.reshape(-1) for each in ids]
+        fitting = [call for call in calls if self.sizes_of(running, call) == sizes]
+        for call in fitting:
+            columns = running.given.tensors[self._first_slot(call) :]
+            if all(one.data_ptr() == other.data_ptr() for one, other in zip(flat, columns, strict=False)):
+                return call
+        for call in fitting:
+            planned = running.batch.ids.tensors[self._first_slot(call) :]
+            pairs = list(zip(flat, planned, strict=False))
+            if all(one.is_cuda or other.is_cuda or torch.equal(one.long(), other.long()) for one, other in pairs):
+                if self._late_check is not None:
+                    self._late_check.add(HostIds(self.only(call, ids)), running.batch.ids)
+                return call
+        return None
+
+    def _first_slot(self, call: int) -> int:
+        return sum(len(each) for each in self.calls[:call])
 
     def dtype_of(self, table: str) -> torch.dtype:
         """Of a table's weights."""

@@ -194,7 +194,7 @@ class _Work:
         """Deduplicate, send ids to their owners, and, but for evaluations, find collisions with the batch before."""
         self._exchange(batch, kind)
         if kind == Kind.EVALUATION or not self._collides:
-            self._index(batch)
+            self._index(batch, trains=kind != Kind.EVALUATION)
             return
         self._collide(batch, self._last)
 
@@ -202,7 +202,7 @@ class _Work:
         """Plan a batch before others that are planned already; their collisions are found anew."""
         self._exchange(batch, Kind.FORWARD)
         if not self._collides:
-            self._index(batch)
+            self._index(batch, trains=True)
             return
         self._collide(batch, None)
         for follower in followers:
@@ -297,10 +297,13 @@ class _Work:
         self._index(batch)
         self._last = batch
 
-    def _index(self, batch: Batch) -> None:
+    def _index(self, batch: Batch, *, trains: bool = False) -> None:
+        """Make what the forward needs and, where it is known now that nothing is deferred, the backward."""
         batch.upload = Upload(self._device, self._stream)
         for plan in batch.groups:
             plan.index(batch.upload)
+            if trains:
+                plan.all_gradients(batch.upload)
         batch.upload.send()
 
 

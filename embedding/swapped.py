@@ -37,8 +37,8 @@ class SwappedModule(TableModule):
     def _look_up(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Rows of one call. Shapes [ids, D], float32."""
         if not (self.training and torch.is_grad_enabled()):
-            call = self._calls[0]
-            return self._engine.evaluate(self._engine.only(call, ids), [call])[0]
+            first = self._calls[0]
+            return self._engine.evaluate(self._engine.only(first, ids), [first])[0]
         running = self._engine.current
         if running is None:
             raise EmbeddingError(
@@ -46,10 +46,10 @@ class SwappedModule(TableModule):
                 "lookups of a batch share one update"
             )
         fresh = [call for call in self._calls if call not in self.looked_up]
-        for call in [*fresh, *self._calls]:
-            if self._engine.is_planned(running, call, ids):
-                self.looked_up.add(call)
-                return self._engine.lookup(running, call)
+        call = self._engine.find_call(running, [*fresh, *self._calls], ids)
+        if call is not None:
+            self.looked_up.add(call)
+            return self._engine.lookup(running, call)
         planned = [self._engine.sizes_of(running, call) for call in self._calls]
         raise EmbeddingError(
             f"'{self.name}' looks up {[each.numel() for each in ids]} ids that `ids` did not find in the batch, where "

@@ -32,7 +32,7 @@ def check_parity(transport: Transport, device: str, steps: int) -> None:
 
 def check_hot_rows(transport: Transport, device: str, steps: int) -> None:
     """Rows that occur thousands of times a batch are summed alike in both orders."""
-    data = Data([Table("item", 40, 64)], steps=min(steps, 10), num_ids=20000, collision=0.5)
+    data = Data([Table("item", 40, 64)], steps=min(steps, 6), num_ids=8000, collision=0.5)
     options: dict[str, Any] = {"optimizer": RowwiseAdagrad(lr=0.001), "device": device}
     assert_equal(
         [train(transport, data, ahead=2, **options)], [train(transport, data, ahead=0, synchronous=True, **options)]
