@@ -26,7 +26,7 @@ from .simulate_schedule import Schedule
 from .simulate_step import TECHNIQUES, Model, Simulated, simulate
 from .simulate_trace import write_trace
 from .simulate_traffic import samples_of
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _EPILOG = f"""examples:
   python -m freescale.bench.virtual_ranks --json out/virtual.json        # once, on your GPU: what computing costs
@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             if world_size in (min(options.world_size), max(options.world_size)):
                 schedules |= {f"{world_size} ranks, {name}": schedule for name, schedule in events.items()}
     tables = [_table(rows, name, options) for name in clusters]
-    said = [verdict(rows), _method(samples.title, came_from, fit, clusters)]
+    said = [verdict(rows), _method(samples.title, came_from, fit, clusters, options.collisions)]
     parts: list[Table | str] = [*tables, *said]
     for part in parts:
         _print(part, console)
@@ -150,9 +150,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         draw(rows, options.plot, samples.title)
         console.print(f"picture: {options.plot}")
     if options.results is not None:
-        path = write_result(
-            options.results, "simulate", "Many ranks, simulated", environment(), [*said, *checks, *tables]
-        )
+        shown = picture_beside(options.plot, options.results, "simulated steps")
+        about: list[Table | str] = [*said, *checks, *shown, *tables]
+        path = write_result(options.results, "simulate", "Many ranks, simulated", environment(), about)
         console.print(f"written to {path}")
 
 
@@ -259,14 +259,17 @@ def verdict(rows: Sequence[Row]) -> str:
     )
 
 
-def _method(samples: str, came_from: str, fit: ComputeFit, clusters: dict[str, Cluster]) -> str:
+def _method(
+    samples: str, came_from: str, fit: ComputeFit, clusters: dict[str, Cluster], collisions: float | None
+) -> str:
     said = "; ".join(f"{name}: {cluster}" for name, cluster in clusters.items())
+    how = "as the ids have them" if collisions is None else f"set to {100 * collisions:g} % by --collisions"
     return (
         f"Simulated, not measured. Samples: {samples}. Computing: {came_from}, what the fit leaves over "
         f"({100 * fit.error:.2f} %) drawn anew for each rank and step. Balanced: the default partitioner on fitted "
         f"seconds. Rows: real sets of ids; with ~ after the number of ranks, expected from their popularity. Gain: "
-        f"samples a second over TorchRec's. Collisions: share of the rows a rank asks for that the next step asks for "
-        f"too. {said}."
+        f"samples a second over TorchRec's. Collisions, the share of the rows a rank asks for that the next step asks "
+        f"for too: {how}. {said}."
     )
 
 

@@ -92,3 +92,14 @@ def write_result(
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
     return path
+
+
+def picture_beside(plot: Path | None, folder: Path, title: str) -> list[str]:
+    """The line that shows a picture in a result file, where the picture lies in the same folder; else nothing.
+
+    Example:
+        >>> picture_beside(Path("results/steps.png"), Path("results"), "steps")
+        ['![steps](steps.png)']
+    """
+    beside = plot is not None and plot.parent.resolve() == folder.resolve()
+    return [f"![{title}]({plot.name})"] if plot is not None and beside else []

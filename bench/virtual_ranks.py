@@ -19,7 +19,7 @@ from .arguments import at_least_one
 from .compute_fit import ComputeFit
 from .environment import environment
 from .lengths import length_source
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 from .virtual_rank_timing import ModelSize, RankTimer, reference_step
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR, LEARNING_STEPS, Outcome, Point, Scale, Study, points
 
@@ -121,7 +121,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"picture: {options.plot}")
     if options.results is not None:
         title = "Virtual ranks: how long ranks wait for the slowest"
-        path = write_result(options.results, "virtual_ranks", title, environment(), [_METHOD, table, *remarks])
+        shown = picture_beside(options.plot, options.results, "virtual ranks")
+        about: list[Table | str] = [_METHOD, *shown, table, *remarks]
+        path = write_result(options.results, "virtual_ranks", title, environment(), about)
         console.print(f"written to {path}")
 
 
