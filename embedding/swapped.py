@@ -27,7 +27,10 @@ class SwappedModule(TableModule):
 
     Attributes:
         looked_up: Calls that this forward has made already.
+        waits_for_peers: Forward waits for rows of other ranks; whoever times a model's own compute leaves that out.
     """
+
+    waits_for_peers = True
 
     def __init__(self, engine: Engine, keys: dict[str, str], name: str, calls: Sequence[int]) -> None:
         super().__init__(engine, keys)
