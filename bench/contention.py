@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,7 @@ class Contention:
         slowdown: Of the median against the same workload alone, as a fraction.
         moved_gb: Sent by a rank while the workload ran.
         rate: GB/s each way while traffic and workload ran, for endless traffic.
+        outlasted: Endless traffic went on for as long as the workload did.
     """
 
     sequence: int
@@ -44,6 +47,7 @@ class Contention:
     slowdown: float
     moved_gb: float
     rate: float
+    outlasted: bool = True
 
 
 class Block:
@@ -82,13 +86,17 @@ class Block:
 
     def timed(self, before: Callable[[], object] = lambda: None) -> float:
         """Milliseconds of a step on the GPU, from its first kernel to its last; waits for it."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before()
+        return self.run()[0]
+
+    def run(self) -> tuple[float, torch.cuda.Event]:
+        """Milliseconds of a step, and an event at its end; waits for it."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         self.step()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end))
+        return float(begin.elapsed_time(end)), end
 
 
 def measure(
@@ -99,22 +107,39 @@ def measure(
     alone = largest(statistics.median(block.timed() for _ in range(steps)))
     found.append(Contention(*place, "none", "alone", alone, 0.0, 0.0, 0.0))
     for name, begin in ways.items():
-        if not is_right(begin, rank, world_size, 3 << 20):
-            raise ValueError(f"{name} brought wrong data; nothing is timed")
-        traffic = Traffic(begin, rank, world_size)
-        # Just before and just after, as clocks change with what ran before.
-        first = statistics.median(block.timed() for _ in range(steps // 2 + 1))
-        beside = [block.timed(partial(traffic.send, 1, 256 << 20)) for _ in range(steps)]
-        endless = [traffic.endless(block, alone) for _ in range(max(3, steps // 2))]
-        last = statistics.median(block.timed() for _ in range(steps // 2 + 1))
-        base = largest((first + last) / 2)
-        slow = largest(statistics.median(beside))
-        found.append(Contention(*place, "256 MB a step", name, slow, slow / base - 1, 0.268, 0.0))
-        slow = largest(statistics.median(ms for ms, _ in endless))
-        rate = -largest(-statistics.median(rate for _, rate in endless))
-        found.append(Contention(*place, "endless", name, slow, slow / base - 1, rate * slow / 1e3, rate))
-        agree(True)
+        try:
+            found += _beside(block, place, name, begin, Place(rank, world_size, steps, alone))
+        except RuntimeError as error:
+            sys.stdout.write(f"{name} beside sequence {place[0]}, hidden {place[1]}: {error}\n")
     return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who measures: this rank of so many, so many steps, of so many milliseconds alone."""
+
+    rank: int
+    world_size: int
+    steps: int
+    alone_ms: float
+
+
+def _beside(block: Block, place: tuple[int, int], name: str, begin: Begin, here: Place) -> list[Contention]:
+    if not is_right(begin, here.rank, here.world_size, 3 << 20):
+        raise RuntimeError("wrong data arrived; nothing is timed")
+    traffic, steps = Traffic(begin, here.rank, here.world_size), here.steps
+    # Just before and just after, as clocks change with what ran before.
+    first = statistics.median(block.timed() for _ in range(steps // 2 + 1))
+    beside = [block.timed(partial(traffic.send, 1, 256 << 20)) for _ in range(steps)]
+    endless = [traffic.endless(block, here.alone_ms) for _ in range(max(3, steps // 2))]
+    last = statistics.median(block.timed() for _ in range(steps // 2 + 1))
+    base = largest((first + last) / 2)
+    slow = largest(statistics.median(beside))
+    found = [Contention(*place, "256 MB a step", name, slow, slow / base - 1, 0.268, 0.0)]
+    slow = largest(statistics.median(ms for ms, _, _ in endless))
+    rate = -largest(-statistics.median(rate for _, rate, _ in endless))
+    outlasted = agree(all(outlasted for _, _, outlasted in endless))
+    return [*found, Contention(*place, "endless", name, slow, slow / base - 1, rate * slow / 1e3, rate, outlasted)]
 
 
 class Traffic:
@@ -154,17 +179,26 @@ class Traffic:
         return begun, ended
 
     def _message_ms(self) -> float:
+        """How much later the last of some messages arrives for each message more, once all have been begun."""
         self.send(4, _ENDLESS_MESSAGE_BYTES)
         agree(True)
-        begun, ended = self.send(20, _ENDLESS_MESSAGE_BYTES)
+        clock = time.perf_counter()
+        begun, ended = self.send(40, _ENDLESS_MESSAGE_BYTES)
+        host_ms = (time.perf_counter() - clock) * 1e3
         ended.synchronize()
-        return largest(begun.elapsed_time(ended) / 20)
+        whole = begun.elapsed_time(ended)
+        return largest(max(whole - host_ms, whole / 4) / 40)
 
-    def endless(self, block: Block, alone_ms: float) -> tuple[float, float]:
-        """Milliseconds of a step beside traffic that outlasts it, and the rate of the traffic in GB/s each way."""
+    def endless(self, block: Block, alone_ms: float) -> tuple[float, float, bool]:
+        """Run a step beside traffic that is meant to outlast it.
+
+        Returns:
+            Milliseconds of the step, rate of the traffic in GB/s each way, and whether the traffic did outlast it.
+        """
         agree(True)
-        count = min(_MOST_MESSAGES, math.ceil(1.25 * alone_ms / self.message_ms) + 4)
-        events: list[torch.cuda.Event] = []
-        took = block.timed(lambda: events.extend(self.send(count, _ENDLESS_MESSAGE_BYTES)))
-        events[1].synchronize()
-        return took, count * _ENDLESS_MESSAGE_BYTES / events[0].elapsed_time(events[1]) / 1e6
+        count = min(_MOST_MESSAGES, math.ceil(1.3 * alone_ms / self.message_ms) + 8)
+        begun, ended = self.send(count, _ENDLESS_MESSAGE_BYTES)
+        took, over = block.run()
+        ended.synchronize()
+        rate = count * _ENDLESS_MESSAGE_BYTES / begun.elapsed_time(ended) / 1e6
+        return took, rate, over.elapsed_time(ended) > 0

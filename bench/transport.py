@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ bytes to the others, and keeps none."""
 _SIZES = tuple(8 << shift for shift in (0, 6, 11, 14, 17, 20, 23, 25))
 _WAYS = ("NCCL", "process_group", "copy_engine", "segment", "staged")
 _SHM = {"NCCL_P2P_DISABLE": "1"}
+_SHM_LIMIT_S = 20.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         default=(1, 2, 4, 8, 32),
         help="thread blocks to sweep NCCL over",
     )
-    add("--steps", type=int, metavar="K", default=8, help="timed steps of each workload (default 8)")
+    add("--steps", type=int, metavar="K", default=6, help="timed steps of each workload (default 6)")
+    add("--limit-s", type=float, metavar="S", default=600.0, help="begin no measurement after so many seconds")
     add("--quick", action="store_true", help="two sequence lengths, one width, few sizes")
     add("--no-contention", action="store_true", help="latency and bandwidth alone")
     add("--json", type=Path, metavar="FILE", help="write all figures to a file")
@@ -81,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _settings(options: argparse.Namespace) -> Settings:
     if options.quick:
         options.sizes, options.sequences, options.hidden = (8, 1 << 16, 64 << 20), (1024, 8192), (512,)
-    settings = Settings(ways=_WAYS, sizes=tuple(options.sizes))
+    settings = Settings(ways=_WAYS, sizes=tuple(options.sizes), limit_s=options.limit_s)
     if options.no_contention:
         return settings
     return replace(
@@ -102,29 +105,39 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     settings = _settings(options)
     found = _launched(settings, num_ranks, {}, console)
     if settings.contended:
+        _save(options, settings, found)
+        limit = min(options.limit_s, _SHM_LIMIT_S)
         hidden = (settings.sweep_hidden,)
-        shm = replace(settings, ways=(), sizes=(), contended=("NCCL",), swept=(), hiddens=hidden)
-        for row in _launched(shm, num_ranks, _SHM, console)["contention"]:
-            if row["way"] == "NCCL":
-                found["contention"].append(row | {"way": "NCCL shm"})
-    tables = [_limits_table(found["limits"]), _transfer_table(found)]
-    tables += [_contention_table(found, traffic) for traffic in ("256 MB a step", "endless") if settings.contended]
-    for table in tables:
-        print_table(table, console)
-    notes = _verdicts(found) if settings.contended else []
-    for note in notes:
-        console.print(note, soft_wrap=True, highlight=False)
+        shm = replace(settings, ways=(), sizes=(), contended=("NCCL",), swept=(), hiddens=hidden, limit_s=limit)
+        rows = _launched(shm, num_ranks, _SHM, console)["contention"]
+        found["contention"] += [row | {"way": "NCCL shm"} for row in rows if row["way"] == "NCCL"]
+    _save(options, settings, found)
+    for part in _report(found):
+        if isinstance(part, Table):
+            print_table(part, console)
+        else:
+            console.print(part, soft_wrap=True, highlight=False)
+
+
+def _report(found: Mapping[str, Any]) -> list[Table | str]:
+    parts: list[Table | str] = [_limits_table(found["limits"]), _transfer_table(found)]
+    if found["contention"]:
+        parts += [_contention_table(found, traffic) for traffic in ("256 MB a step", "endless")]
+        parts += _verdicts(found["contention"])
+    return parts
+
+
+def _save(options: argparse.Namespace, settings: Settings, found: Mapping[str, Any]) -> None:
     about = environment(("torch", "cuda-bindings", "numpy"))
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"environment": about, "settings": asdict(settings), **found}, indent=1) + "\n"
-        )
-    if options.plot is not None and settings.contended:
+        whole = {"environment": about, "settings": asdict(settings), **found}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.plot is not None and found["contention"]:
         from .transport_plot import draw
 
         draw(found["contention"], options.plot)
     if options.results is not None:
-        write_result(options.results, "transport", "Transports of CUDA tensors", about, [*tables, *notes])
+        write_result(options.results, "transport", "Transports of CUDA tensors", about, _report(found))
 
 
 def _launched(settings: Settings, num_ranks: int, variables: Mapping[str, str], console: Console) -> dict[str, Any]:
@@ -196,31 +209,31 @@ def _contention_table(found: Mapping[str, Any], traffic: str) -> Table:
 
 
 def _slowdown(row: Mapping[str, Any], traffic: str) -> str:
-    rate = f" ({row['rate']:.0f})" if traffic == "endless" else ""
+    ended = "" if row["outlasted"] else ", ended early"
+    rate = f" ({row['rate']:.0f}{ended})" if traffic == "endless" else ""
     return f"{row['slowdown']:.1%}{rate}"
 
 
-def _verdicts(found: Mapping[str, Any]) -> list[str]:
-    """Median slowdowns, and the time that ours add against what NCCL adds."""
+def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Slowdowns over all workloads, and the time that ours add against what NCCL adds to the same ones."""
     notes = []
     for traffic in ("256 MB a step", "endless"):
-        rows = [row for row in found["contention"] if row["traffic"] == traffic]
-        added = {way: _median_added(rows, way) for way in dict.fromkeys(row["way"] for row in rows)}
-        worst = {way: max(row["slowdown"] for row in rows if row["way"] == way) for way in added}
-        text = ", ".join(f"{way} {added[way]:.2%} (largest {worst[way]:.2%})" for way in added)
-        notes.append(f"{traffic}: median slowdown {text}.")
-        notes += [
-            f"{traffic}: {ours} adds {added[ours] / added[theirs]:.2f} of what {theirs} adds."
-            for ours in ("copy_engine", "segment")
-            for theirs in ("NCCL", "NCCL shm")
-            if added.get(theirs, 0.0) > 0 and ours in added
-        ]
+        added: dict[str, dict[tuple[int, int], float]] = {}
+        for row in rows:
+            if row["traffic"] == traffic:
+                ms = row["slowdown"] * row["compute_ms"] / (1 + row["slowdown"])
+                added.setdefault(row["way"], {})[row["sequence"], row["hidden"]] = ms
+        slow = {way: [r["slowdown"] for r in rows if (r["way"], r["traffic"]) == (way, traffic)] for way in added}
+        text = ", ".join(f"{way} {median(each):.2%} (largest {max(each):.2%})" for way, each in slow.items())
+        notes.append(f"{traffic}, slowdown, median over workloads: {text}.")
+        for ours in ("copy_engine", "segment"):
+            for theirs in ("NCCL", "NCCL shm"):
+                both = added.get(ours, {}).keys() & added.get(theirs, {}).keys()
+                whole = sum(added[theirs][place] for place in both)
+                if whole > 0:
+                    share = sum(added[ours][place] for place in both) / whole
+                    notes.append(f"{traffic}: {ours} adds {share:.2f} of the time that {theirs} adds.")
     return notes
-
-
-def _median_added(rows: Sequence[Mapping[str, Any]], way: str) -> float:
-    values = sorted(row["slowdown"] for row in rows if row["way"] == way)
-    return float(values[len(values) // 2])
 
 
 if __name__ == "__main__":

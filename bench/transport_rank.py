@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from .transport_ways import Begin, agree, is_right, largest, make_ways, to_other
 
 _LIMIT_BYTES = 256 << 20
 _REPEATS = 5
+_BUDGET_S = 0.04
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Settings:
         hiddens: Widths of the workload.
         sweep_hidden: Width at which `swept` run too.
         steps: Timed steps of each workload.
+        limit_s: No measurement is begun after so many seconds.
     """
 
     ways: tuple[str, ...] = ()
@@ -44,7 +47,8 @@ class Settings:
     sequences: tuple[int, ...] = ()
     hiddens: tuple[int, ...] = ()
     sweep_hidden: int = 512
-    steps: int = 8
+    steps: int = 6
+    limit_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -71,29 +75,40 @@ class Transfer:
 def main(path: Path) -> None:
     """Measure and, on rank 0, write `found.json` beside the settings."""
     settings = Settings(**json.loads(path.read_text()))
-    dist.init_process_group("gloo")
+    deadline = time.monotonic() + settings.limit_s
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     base = connect("process_group", timeout_s=60)
     found: dict[str, object] = {"limits": _limits(base.rank) if settings.sizes else {}}
+    names = dict.fromkeys([*settings.ways, *settings.contended, *settings.swept])
+    every = make_ways(list(names), base)
     transfers: list[Transfer] = []
-    for name, begin in make_ways(settings.ways, base).items():
-        transfers += _transfers(name, begin, base, settings.sizes)
-    found["transfers"] = [asdict(each) for each in transfers]
-    _write(path, base, found)
-    contended = make_ways(settings.contended, base)
-    swept = make_ways(settings.swept, base)
+    for name in settings.ways:
+        if not agree(time.monotonic() < deadline):
+            break
+        transfers += _transfers(name, every[name], base, settings.sizes)
+        found["transfers"] = [asdict(each) for each in transfers]
+        _write(path, base, found)
     rows: list[dict[str, object]] = []
-    for hidden in settings.hiddens:
-        for sequence in settings.sequences:
-            ways = contended | (swept if hidden == settings.sweep_hidden else {})
-            block = Block(sequence, hidden)
-            place = (sequence, hidden)
-            rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps))
-            _say(base, f"sequence {sequence}, hidden {hidden}: done")
-            del block
+    for hidden, sequence in _places(settings):
+        if not agree(time.monotonic() < deadline):
+            break
+        swept = settings.swept if hidden == settings.sweep_hidden else ()
+        ways = {name: every[name] for name in (*settings.contended, *swept)}
+        block = Block(sequence, hidden)
+        place = (sequence, hidden)
+        rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps))
+        del block
         found["contention"] = rows
         _write(path, base, found)
+        _say(base, f"sequence {sequence}, hidden {hidden}: done")
     agree(True)
+
+
+def _places(settings: Settings) -> list[tuple[int, int]]:
+    """Widths and sequence lengths, those with the most ways first."""
+    widths = sorted(settings.hiddens, key=lambda hidden: hidden != settings.sweep_hidden)
+    return [(hidden, sequence) for hidden in widths for sequence in settings.sequences]
 
 
 def _say(base: Transport, text: str) -> None:
@@ -110,10 +125,12 @@ def _write(path: Path, base: Transport, found: dict[str, object]) -> None:
 def _transfers(name: str, begin: Begin, base: Transport, sizes: Sequence[int]) -> list[Transfer]:
     found = []
     for size in sizes:
-        if not is_right(begin, base.rank, base.world_size, size):
-            found.append(Transfer(name, size, correct=False))
-            continue
-        found.append(_timed(name, begin, base, size))
+        try:
+            right = is_right(begin, base.rank, base.world_size, size)
+            found.append(_timed(name, begin, base, size) if right else Transfer(name, size, correct=False))
+        except RuntimeError as error:  # the channel is lost, and with it the larger sizes of this way
+            _say(base, f"{name}, {size} bytes: {error}")
+            break
     _say(base, f"{name}: done")
     return found
 
@@ -122,7 +139,14 @@ def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
     splits = to_others(base.rank, base.world_size, size)
     rows = torch.zeros(sum(splits), dtype=torch.uint8, device="cuda")
     outs = [torch.empty_like(rows) for _ in range(4)]
-    count = 100 if size <= 1 << 20 else 16
+    begin(rows, splits, splits, outs[0])()
+    agree(True)
+    clock = time.perf_counter()
+    begin(rows, splits, splits, outs[0])()
+    torch.cuda.synchronize()
+    once = largest(time.perf_counter() - clock)
+    count = 4 * max(1, min(25, int(_BUDGET_S / once / 4)))
+    repeats = _REPEATS if once < _BUDGET_S else 1
 
     def one_at_a_time() -> None:
         for _ in range(count):
@@ -134,15 +158,15 @@ def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
                 join()
 
     one_at_a_time()
-    latency, _ = _median_us(one_at_a_time, count)
-    flight, host = _median_us(in_flight, count)
+    latency, _ = _median_us(one_at_a_time, count, repeats)
+    flight, host = _median_us(in_flight, count, repeats)
     return Transfer(name, size, True, latency, flight, host)
 
 
-def _median_us(run: Callable[[], None], count: int) -> tuple[float, float]:
+def _median_us(run: Callable[[], None], count: int, repeats: int = _REPEATS) -> tuple[float, float]:
     """Microseconds of one of `count` on the GPU's clock, and on the host; of the slowest rank."""
     times, hosts = [], []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         agree(True)
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begun.record()

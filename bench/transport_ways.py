@@ -14,6 +14,7 @@ from ..transport import CopyOptions, Transport, connect
 Begin = Callable[[Tensor, Sequence[int], Sequence[int], Tensor], Callable[[], object]]
 """Begin an all_to_all of rows into an output; what it returns makes the current stream wait for the output."""
 
+_DEADLINE_S = 15.0
 _c10d: Any = dist  # torch's stubs lack what is used through this name
 
 
@@ -45,12 +46,12 @@ def _nccl(name: str) -> Begin:
 
 def _ours(name: str, base: Transport) -> Begin:
     if name == "process_group":
-        lane = connect("process_group", check_sizes=False, timeout_s=60)
+        lane = connect("process_group", check_sizes=False, timeout_s=_DEADLINE_S)
     elif name == "staged":
-        lane = connect("process_group", check_sizes=False, timeout_s=60, copies=CopyOptions("staged"))
+        lane = connect("process_group", check_sizes=False, timeout_s=_DEADLINE_S, copies=CopyOptions("staged"))
     else:
         options = CopyOptions("segment" if name == "segment" else "peer")
-        lane = connect("copy_engine", through=base, check_sizes=False, timeout_s=60, copies=options)
+        lane = connect("copy_engine", through=base, check_sizes=False, timeout_s=_DEADLINE_S, copies=options)
 
     def begin(rows: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor) -> Callable[[], object]:
         return lane.all_to_all(rows, sent, received, out).wait

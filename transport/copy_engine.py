@@ -227,6 +227,7 @@ class CopyEngine:
             _never_freed.append(list(self._under_way))  # a peer may still copy to this memory
             self._windows.segment.tell(str(error))
             self._let_go()
+            self._windows.streams.rest()
             watch.add(self._look)
 
     def _let_go(self) -> None:

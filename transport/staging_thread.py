@@ -101,6 +101,7 @@ class Mover:
         if self._failure is None:
             self._failure = error
             self.slots.let_go()
+            self.slots.streams.rest()
             watch.add(self._look)
 
     def _has_failed(self) -> bool:

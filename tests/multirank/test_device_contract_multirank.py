@@ -13,7 +13,8 @@ from rank_processes import launch
 pytestmark = pytest.mark.multirank
 CONTRACT = Path(device_contract.__file__)
 CHECKS = CONTRACT.with_name("device_checks.py")
-PATHS = {"PYTHONPATH": str(CONTRACT.parent)}
+# Checks leave more channels open than trainers do.
+PATHS = {"PYTHONPATH": str(CONTRACT.parent), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def keep_the_contract(host: str, engine: str, world_size: int) -> None:
@@ -27,11 +28,9 @@ def keep_the_contract(host: str, engine: str, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("host", "engine", "world_size"),
     [
-        ("process_group", "threads-peer", 1),
-        ("process_group", "threads-peer", 4),
-        ("mpi", "threads-segment", 3),
-        ("mpi", "threads-staged", 2),
-        ("process_group", "threads-staged", 3),
+        ("process_group", "threads-peer", 3),
+        ("process_group", "threads-segment", 2),
+        ("process_group", "threads-staged", 2),
         ("mpi", "threads-hosts", 3),
     ],
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from freescale.transport import Pending, Transport, TransportError, TransportTimeout
 from freescale.transport.lane import HostTransport
+from freescale.transport.staging import StagingEngine
 
 from device_contract import connect_device
 
@@ -227,7 +228,10 @@ def exchange_again_and_again(lane: Transport) -> None:
 
 def set_deadline(lane: HostTransport, seconds: float) -> None:
     lane.timeout_s = seconds
-    lane._wire._engine._timeout_s = seconds  # type: ignore[attr-defined]  # a DeviceWire with an engine
+    engine = lane._wire._engine  # type: ignore[attr-defined]  # a DeviceWire
+    engine._timeout_s = seconds
+    if isinstance(engine, StagingEngine) and engine._mover is not None:
+        engine._mover._lane.timeout_s = seconds
 
 
 def check_a_killed_peer_is_raised_at_the_next_call(transport: HostTransport) -> None:

@@ -1,0 +1,48 @@
+"""Streams that wait for a rank that does not come are let go, and the next call says what happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import device_contract
+from rank_processes import launch
+
+pytestmark = pytest.mark.multirank
+SCRIPT = Path(device_contract.__file__).with_name("engine_faults.py")
+
+
+def run(engine: str, how: str) -> tuple[str, str]:
+    paths = {"PYTHONPATH": str(SCRIPT.parent)}
+    done = launch("plain", 2, SCRIPT, [engine, how], timeout_s=40, environment=paths)
+    assert not done.timed_out, done.explain()
+    found = re.search(r"raised (\w+) after ([\d.]+) s: (.*)", done.outputs[0])
+    assert found, done.explain()
+    assert float(found[2]) < 6, done.explain()
+    return found[1], found[3]
+
+
+def test_a_late_rank_is_a_timeout_that_names_it() -> None:
+    kind, message = run("segment", "late")
+    assert kind == "TransportTimeout"
+    assert "all_to_all #7: rank 0: the GPUs have not moved the data 2 s after the call; missing: ranks [1]" in message
+
+
+def test_a_late_rank_is_a_timeout_of_the_host_transport_where_it_carries_the_data() -> None:
+    kind, message = run("staged", "late")
+    assert kind == "TransportTimeout"
+    assert "all_to_all #7: " in message
+
+
+def test_a_rank_that_died_is_noticed_long_before_the_deadline() -> None:
+    kind, message = run("peer", "killed")
+    assert kind == "TransportError"
+    assert "all_to_all #7: rank 1 has left: its process has ended" in message
+
+
+def test_direct_copies_of_other_sizes_than_expected_move_nothing() -> None:
+    kind, message = run("peer", "disagrees")
+    assert kind in ("SizeMismatch", "TransportError")
+    assert re.search(r"sends 4000 bytes to rank 1 and expects 4000, which sends 8000|rank 1 has left", message)
