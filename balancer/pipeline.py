@@ -146,7 +146,8 @@ class StagedPipeline:
         self._epoch = 0
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._prefetching = _prefetching_modules(model, ids)
-        self._hooks = [hook for _, module, _ in self._prefetching for hook in self._watch_waits(module)]
+        waiting = [m for m in model.modules() if isinstance(m, Prefetching) or getattr(m, "waits_for_peers", False)]
+        self._hooks = [hook for module in waiting for hook in self._watch_waits(module)]
 
     def __iter__(self) -> Iterator[Any]:
         """Train on one epoch of `loader`; yields what the model returned for each batch."""
@@ -314,7 +315,10 @@ class StagedPipeline:
                     self._balanced.record_seconds(seconds, step)
 
     def _watch_waits(self, module: nn.Module) -> list[Any]:
-        """A prefetching module's forward waits for rows of other ranks: that is no compute of this one."""
+        """What a module waits for in its forward, such as rows of other ranks, is no compute of this one.
+
+        That goes for modules that prefetch, and for those that say `waits_for_peers = True`.
+        """
         return [
             module.register_forward_pre_hook(lambda *_: self._stopwatch.pause()),
             module.register_forward_hook(lambda *_: self._stopwatch.resume()),
