@@ -18,7 +18,7 @@ def fail(backend: str, how: str, *, recovery: bool = False, deadline_s: float = 
     """Launch three ranks of which rank 1 fails."""
     # torchrun ends all ranks when one fails; here the ranks themselves must.
     launcher = "plain" if backend == "process_group" else "mpi"
-    done = launch(launcher, 3, SCRIPT, [backend, how, str(deadline_s)], timeout_s=60, recovery=recovery)
+    done = launch(launcher, 3, SCRIPT, [backend, how, str(deadline_s)], timeout_s=150, recovery=recovery)
     assert all("begun" in output for output in done.outputs), done.explain()
     return done
 
@@ -41,10 +41,10 @@ BACKENDS = pytest.mark.parametrize("backend", ["process_group", "mpi"])
 
 @BACKENDS
 def test_a_rank_that_raises_is_reported_by_all_others_at_once(backend: str) -> None:
-    done = fail(backend, "raise", deadline_s=30)
+    done = fail(backend, "raise", deadline_s=100)
     assert done.returncode == 1
     assert not done.timed_out
-    assert done.seconds < 25
+    assert done.seconds < 90
     assert "ValueError: the loader broke" in done.errors[1]
     for rank in (0, 2):
         text = reported(done, rank)
@@ -66,10 +66,10 @@ def test_a_killed_rank_is_reported_by_the_survivors(backend: str) -> None:
 
 
 def test_mpiexec_ends_the_job_when_a_rank_is_killed() -> None:
-    done = fail("mpi", "kill", deadline_s=40)
+    done = fail("mpi", "kill", deadline_s=100)
     assert done.returncode != 0
     assert not done.timed_out
-    assert done.seconds < 25
+    assert done.seconds < 90
 
 
 @BACKENDS
