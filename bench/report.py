@@ -16,7 +16,7 @@ from rich.console import Console
 from .compute_fit import RESULTS
 from .environment import environment
 from .report_claims import claims
-from .report_parts import Machine, Part, Ran, parts_for, run_part
+from .report_parts import Machine, Part, Ran, newest_compute, parts_for, run_part
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -98,7 +98,7 @@ def render(done: Sequence[Ran], results: Path) -> str:
     template = Environment(loader=FileSystemLoader(_HERE), autoescape=True).get_template("report_page.html")
     earlier = [(path.stem, html_of(path)) for path in sorted(results.glob("*.md"), reverse=True)]
     shown = [_shown(ran) for ran in done]
-    files = {ran.part.name: ran.json for ran in done}
+    files = {"earlier virtual_ranks": newest_compute(results), **{ran.part.name: ran.json for ran in done}}
     page = template.render(title=_TITLE, environment=environment(), claims=claims(files), parts=shown, earlier=earlier)
     return str(page)
 

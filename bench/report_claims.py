@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .embedding_report import TITLES, Report
+from .end_to_end_report import rows
+from .simulate_check import NO_SIZES
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR
 
 Found = dict[str, Any]
@@ -28,16 +31,19 @@ def claims(files: Mapping[str, Path | None]) -> list[Claim]:
     """Read the JSON files of the parts.
 
     Args:
-        files: Of each part by name; None where there is none.
+        files: Of each part by name; None where there is none. "earlier virtual_ranks" is a result of another day.
     """
-    rows: list[tuple[str, str, str, Callable[[Found], str]]] = [
+    lines: list[tuple[str, str, str, Callable[[Found], str]]] = [
         ("Figure 2", "over 20 % straggler percentage from 8,000 items on", "virtual_ranks", _stragglers),
         ("Figure 8", "FBS: more than nine times less at 21,000 / 128 / 64", "virtual_ranks", _reduction),
         ("Figure 8", "(not in the paper) partitioned by measured cost", "virtual_ranks", _cost_model),
+        ("Figures 2 and 8", "(the same, earlier)", "earlier virtual_ranks", _reduction),
         ("Figure 3", "collisions stay modest", "collisions", _collisions),
+        ("Figure 9", "exposed embedding communication nine times less", "embedding", _embedding),
+        ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "end_to_end", _end_to_end),
         ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "simulate", _overall),
     ]
-    return [_claim(figure, paper, files.get(part), read, part == "simulate") for figure, paper, part, read in rows]
+    return [_claim(figure, paper, files.get(part), read, part == "simulate") for figure, paper, part, read in lines]
 
 
 def _claim(figure: str, paper: str, path: Path | None, read: Callable[[Found], str], simulated: bool) -> Claim:
@@ -85,6 +91,33 @@ def _collisions(found: Found) -> str:
         f"{min(values):.0f} to {max(values):.0f} % of the rows that ranks ask for, {min(ids):.0f} to {max(ids):.0f} % "
         f"of ids with repeats ({found['outcomes'][0]['source']})"
     )
+
+
+def _embedding(found: Found) -> str:
+    report = Report(NO_SIZES, found["found"], [], [])
+    said = []
+    for link in report.links():
+        cell = report.cells(link)[0]
+        bubbles = {
+            name: report.measured(link, cell, name).parts.get("bubble_ms") for name in report.contenders(link, cell)
+        }
+        shown = [f"{TITLES[name]} {value:.1f}" for name, value in bubbles.items() if value is not None]
+        said.append(f"{link}, {cell.title}: bubbles in ms: {', '.join(shown)}")
+    return "; ".join(said)
+
+
+def _end_to_end(found: Found) -> str:
+    world_size = 1 + max(each["rank"] for each in found["found"])
+    measured = rows(found["found"], world_size)
+    said = []
+    for link, cell in dict.fromkeys((link, cell) for link, cell, _ in measured):
+        base, sdd, ours = (measured.get((link, cell, name)) for name in ("base", "sdd", "freescale"))
+        if base is not None and sdd is not None and ours is not None and ours.traced is not None:
+            said.append(
+                f"{link}, {cell.title}: bubble {base.bubble:.1f} ms (TorchRec), {sdd.bubble:.1f} ms (SDD), "
+                f"{ours.bubble:.1f} ms (ours)"
+            )
+    return f"{world_size} GPUs; " + "; ".join(said or ["nothing traced of all three"])
 
 
 def _overall(found: Found) -> str:

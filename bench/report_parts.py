@@ -95,9 +95,9 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
     return [part for part in parts if importlib.util.find_spec(f"{__package__}.{part.name}") is not None]
 
 
-def newest_compute() -> Path | None:
-    """The newest result of bench.virtual_ranks that bench.simulate would take by itself."""
-    return max(RESULTS.glob(COMPUTE_PATTERN), default=None)
+def newest_compute(results: Path = RESULTS) -> Path | None:
+    """The newest result of bench.virtual_ranks, which bench.simulate takes by itself; None if there is none."""
+    return max(results.glob(COMPUTE_PATTERN), default=None)
 
 
 @dataclass

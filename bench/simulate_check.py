@@ -24,7 +24,7 @@ _CONTENDERS = {
     "sdd_dedup": "TorchRec, SDD, ids deduplicated",
     "prioritized": "prioritized only",
 }
-_NO_SIZES = Sizes(batch_size=0, num_rows=0, dim=0, width=0, num_layers=0, median=0)  # what a report reads needs none
+NO_SIZES = Sizes(batch_size=0, num_rows=0, dim=0, width=0, num_layers=0, median=0)  # what a report reads needs none
 _STEPS = 6
 
 
@@ -39,7 +39,7 @@ def compare(path: Path) -> list[Comparison]:
         if any("batch_size" in each.get("cell", {}) for each in found):
             compared = compare_steps(found)
         else:
-            report = Report(_NO_SIZES, found, [], [])
+            report = Report(NO_SIZES, found, [], [])
             cells = [(link, cell) for link in report.links() for cell in report.cells(link)]
             compared = [each for link, cell in cells for each in _cell(report, link, cell)]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:

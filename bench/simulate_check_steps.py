@@ -18,6 +18,7 @@ from .simulate_traffic import Traffic, expected_traffic, power_law_bins, with_co
 _CONTENDERS = {
     "base": TECHNIQUES[0],
     "sdd": TECHNIQUES[1],
+    "sdd_dedup": TECHNIQUES[2],
     "balanced": Technique("TorchRec, SDD, balanced", ids_ahead=True, balanced=True),
     "prioritized": next(t for t in TECHNIQUES if t.name == "prioritized only"),
     "freescale": next(t for t in TECHNIQUES if t.name == "FreeScale over NCCL"),

@@ -36,6 +36,8 @@ from freescale.bench.simulate_traffic import (
     with_collisions,
 )
 
+from measured_steps import embedding_records, step_records
+
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 # no latency and 1e9 bytes a second inside hosts and between them, so that sums by hand stay readable
 PLAIN = Cluster(2, 1.0, 1.0, 1.0, latency_us=0, peer_us=0, round_us=0, device_gb_s=1e9, host_ms=3.0, gap_ms=0)
@@ -332,39 +334,9 @@ def test_of_many_ranks_those_that_wait_least_and_most_are_shown() -> None:
     assert {0, 99} <= set(shown)
 
 
-def records(link: str, bubbles: dict[str, float]) -> list[dict[str, object]]:
-    """What bench.embedding keeps of two ranks of one workload."""
-    cell = {"cut": 8000, "ratio": 0.05, "num_tables": 1, "recurring": "spread"}
-    same = {"link": link, "cell": cell, "launch": 0}
-    table: dict[str, object] = {
-        "rows": 0.05,
-        "requests": 0.05,
-        "occurrences": 0.05,
-        "num_rows": 250_000,
-        "num_requests": 280_000,
-    }
-    table |= {"num_occurrences": 800_000, "remote_requests": [7_000, 7_000]}
-    found: list[dict[str, object]] = [
-        {"kind": "workload", "rank": 0, **same, "urgent_bytes": 2 * 4 * 128 * 7_000.0, "tables": [table]}
-    ]
-    for name, bubble in bubbles.items():
-        times: dict[str, object] = {
-            "step_ms": 100 + bubble,
-            "compute_ms": 100.0,
-            "bubble_ms": bubble,
-            "exposed_ms": bubble,
-        }
-        times |= {"side_ms": 0.0, "copy_ms": 0.0, "idle_ms": 0.0, "traffic": {}}
-        for rank in range(2):
-            timed = {"step_ms": [100 + bubble] * 3, "host_ms": [1.0], "peak_bytes": 0}
-            found.append({"kind": "measurement", "contender": name, "rank": rank, **same, **timed})
-            found.append({"kind": "trace", "contender": name, "rank": rank, **same, "times": times})
-    return found
-
-
 def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:
     path = tmp_path / "embedding.json"
-    found = records("shared memory", {"base": 15.0, "sdd": 9.0, "prioritized": 1.0})
+    found = embedding_records("shared memory", {"base": 15.0, "sdd": 9.0, "prioritized": 1.0})
     path.write_text(json.dumps({"found": found}))
     compared = {each.technique: each for each in compare(path)}
     assert list(compared) == ["TorchRec", "TorchRec, SDD", "prioritized only"]
@@ -380,18 +352,7 @@ def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:
 
 
 def test_steps_of_uneven_ranks_are_simulated_with_their_own_computing(tmp_path: Path) -> None:
-    cell = {"cut": 8000, "batch_size": 128, "even": False}
-    found: list[dict[str, object]] = []
-    for rank, computing in enumerate(([100.0, 120.0], [110.0, 90.0])):
-        same = {"link": "nvlink", "rank": rank, "cell": cell}
-        found.append({"kind": "workload", **same, "ids_of_steps": [500_000, 520_000]})
-        for name in ("sdd", "freescale"):
-            timed = {"step_ms": [122.0], "losses": [1.0], "peak_bytes": 0, "waited_ms": []}
-            times = {"step_ms": 122.0, "compute_ms": 105.0, "bubble_ms": 17.0, "compute_by_step": computing}
-            times |= {"side_ms": 0.0, "copy_ms": 0.0, "idle_ms": 0.0, "traffic": {}}
-            found.append({"kind": "measurement", "contender": name, **same, **timed})
-            found.append({"kind": "trace", "contender": name, **same, "times": times})
-    (tmp_path / "steps.json").write_text(json.dumps({"found": found}))
+    (tmp_path / "steps.json").write_text(json.dumps({"found": step_records({"sdd": 17.0, "freescale": 17.0})}))
     sdd, ours = compare(tmp_path / "steps.json")
     assert (sdd.technique, ours.technique) == ("TorchRec, SDD", "FreeScale over NCCL")
     assert (sdd.measured_ms, sdd.compute_ms) == (17.0, 105.0)
@@ -426,7 +387,7 @@ def test_the_command_marks_everything_as_simulated(
     compute: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = tmp_path / "embedding.json"
-    measured.write_text(json.dumps({"found": records("nvlink", {"sdd": 3.0})}))
+    measured.write_text(json.dumps({"found": embedding_records("nvlink", {"sdd": 3.0})}))
     out = {name: tmp_path / f"out.{name}" for name in ("json", "png", "trace")}
     arguments = ["--compute", str(compute), "--world-size", "2", "64", "--batch-size", "8", "--data"]
     arguments += ["zipf:rows=10000,median=300", "--steps", "2", "--cluster", "paper", "ethernet_100", "--check"]
