@@ -138,3 +138,18 @@ def test_local_means_do_not_even_at_equal_sample_counts() -> None:
     got, expected = averaged_gradients("per candidate", greedy_batch_size, True)[0], oracle("per candidate")[0]
     errors = [float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)]
     assert max(errors) > 0.02
+
+
+def test_scales_travel_with_their_batches_however_far_ahead_a_trainer_takes_them() -> None:
+    def run(transport: Transport) -> list[tuple[int, float]]:
+        sizes = [4, 4, 1] if transport.rank else [4, 2]
+        batches = [{"x": torch.ones(n), "length": torch.full((n,), 3)} for n in sizes]
+        scaled = balance(batches, transport, "length").with_loss_scale()
+        assert not hasattr(scaled, "__len__"), "a rank's own number of batches is not the number of steps"
+        ahead = list(scaled)
+        again = list(scaled)  # another epoch
+        assert [scale for _, scale in ahead] == [scale for _, scale in again] == [2 / 8, 2 / 6, 2 / 1]
+        return [(len(batch["x"]), scale) for batch, scale in ahead]
+
+    for steps in zip(*run_in_threads(2, run), strict=True):
+        assert sum(size * scale for size, scale in steps) == pytest.approx(2)
