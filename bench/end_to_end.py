@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         _complete(options)
+        if options.results is not None:
+            from . import end_to_end_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
     except (ValueError, LaunchError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
     add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file")
+    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
 
@@ -201,6 +203,12 @@ def _write(
         title = "Balanced and prioritized, beside TorchRec"
         about = environment(_PACKAGES)
         path = write_result(options.results, f"end-to-end-{options.device}", title, about, parts)
+        if any(row.traced for row in result.values()):
+            from .end_to_end_plot import draw
+
+            draw(result, path.with_suffix(".png"))
+            with path.open("a") as file:
+                file.write(f"\n![Where the time of a step goes]({path.stem}.png)\n")
         console.print(f"written to {path}")
 
 

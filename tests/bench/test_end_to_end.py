@@ -12,6 +12,7 @@ import torch
 from freescale.bench import end_to_end
 from freescale.bench.embedding_workload import Workload
 from freescale.bench.end_to_end_batch import HISTORY, batch_of, make_ring
+from freescale.bench.end_to_end_plot import draw, parts
 from freescale.bench.end_to_end_report import rows, tables, verdicts
 from freescale.bench.end_to_end_settings import CONTENDERS, Cell
 
@@ -88,6 +89,23 @@ def test_straggling_is_told_step_by_step_though_ranks_are_even_on_average() -> N
         "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less "
         "(90 %: met), of it waiting for ranks and their data 11.00 -> 0.50 ms, 95 % less"
     ]
+
+
+def test_a_picture_divides_the_traced_step(tmp_path: Path) -> None:
+    made = rows(
+        [
+            *_found("sdd", 0, 100.0, [90.0, 70.0], {"dense": 12.0}),
+            *_found("sdd", 1, 100.0, [70.0, 90.0], {"rows": 14.0}),
+        ],
+        2,
+    )
+    [row] = made.values()
+    assert list(parts(row).values()) == pytest.approx([80.0, 10.0, 3.0, 7.0])
+    draw(made, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+    untraced = rows(_found("sdd", 0, 100.0, [90.0, 70.0], {"dense": 12.0}), 2)
+    with pytest.raises(ValueError, match="nothing was traced"):
+        draw(untraced, tmp_path / "other.png")
 
 
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
