@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from ..kernels.sum_tree import sum_tree
 from ..transport import Pending, Transport
 from .device_arrays import Upload
+from .errors import naming
 from .lanes import Lane, Ticket
 from .optimizer import Stamp
 from .plan import CallIndex, Gradients, GroupPlan, Values
@@ -261,7 +262,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         """Update the tables. Gradient of shape [u, D]."""
         iteration: Iteration = ctx.iteration
-        iteration.context.finish(iteration, gradient)
+        with naming("backward", iteration.context.shard.step):
+            iteration.context.finish(iteration, gradient)
         return None, None
 
 

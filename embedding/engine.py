@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..transport import Transport
 from .checkpointing import refuse_checkpointing
 from .context import GroupContext, Iteration, gather
-from .errors import EmbeddingError
+from .departure import leave_at_exit
+from .errors import EmbeddingError, naming
 from .forms import Layout
 from .host_ids import HostIds
 from .lanes import open_lanes
@@ -138,6 +139,8 @@ class Engine:
             EmbeddingError: More batches were prefetched than forwards will take.
         """
         planner = self._open()
+        with naming("prefetch", self.shards[0].step):
+            planner.check()
         if len(self._queue) == MAX_AHEAD:
             raise EmbeddingError(f"prefetch was called for {MAX_AHEAD} batches that no forward has taken")
         self._queue.append(planner.prefetch(HostIds(ids)))
@@ -145,6 +148,10 @@ class Engine:
     def start(self, ids: Sequence[Tensor]) -> Running:
         """Begin the iteration of a batch, which then is `current`."""
         refuse_checkpointing()
+        with naming("forward", self.shards[0].step):
+            return self._start(ids)
+
+    def _start(self, ids: Sequence[Tensor]) -> Running:
         planner = self._open()
         planner.check()
         given = HostIds(ids)
@@ -174,9 +181,10 @@ class Engine:
             calls: Which calls.
         """
         planner = self._open()
-        batch = planner.evaluate(HostIds(ids))
-        planner.wait(batch)
-        rows = [context.fetch_now(batch, plan) for context, plan in zip(self._contexts, batch.groups, strict=True)]
+        with naming("evaluation", self.shards[0].step):
+            batch = planner.evaluate(HostIds(ids))
+            planner.wait(batch)
+            rows = [context.fetch_now(batch, plan) for context, plan in zip(self._contexts, batch.groups, strict=True)]
         _use(batch)
         return [self._gather_call(batch, rows, call) for call in calls]
 
@@ -221,10 +229,11 @@ class Engine:
 
     def flush(self) -> None:
         """Have all updates applied before anything else that the caller does."""
-        for context in self._contexts:
-            context.drain()
-        if self._planner is not None:
-            self._planner.check()
+        with naming("flush", self.shards[0].step):
+            for context in self._contexts:
+                context.drain()
+            if self._planner is not None:
+                self._planner.check()
 
     def reset(self) -> None:
         """Forget batches that were prefetched, and rows that were fetched ahead; updates are applied first."""
@@ -234,11 +243,15 @@ class Engine:
         for context in self._contexts:
             context.discard()
 
+    def leave(self) -> None:
+        """Close the channels without waiting for threads: the process ends."""
+        for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
+            channel.close()
+
     def close(self) -> None:
         """End threads and channels, also after a failure."""
         if self._planner is None:
-            for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
-                channel.close()
+            self.leave()
             return
         self._planner.close()
         for lane in self._lanes:
@@ -306,6 +319,7 @@ class Engine:
     def _open(self) -> Planner:
         """Start lanes and the id plane at the first batch, when tables have come to where they stay."""
         if self._planner is None:
+            leave_at_exit(self)
             self._lanes = open_lanes(self._urgent_channel, self._background_channel, self.device)
             if self.device.type == "cuda":
                 self._late_check = LateCheck([slot.feature for slot in self._slots], self.device)

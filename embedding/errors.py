@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..transport import TransportError
+
 
 class EmbeddingError(RuntimeError):
     """Lookups, prefetches or backwards came in an order that cannot be served."""
@@ -28,3 +33,12 @@ class IdOutOfRange(IndexError):
 
 class OutOfStep(EmbeddingError):
     """Ranks call prefetch and forward in different orders."""
+
+
+@contextmanager
+def naming(stage: str, step: int) -> Iterator[None]:
+    """Have errors of the transport say what the trainer was at, and in which step since the tables were made."""
+    try:
+        yield
+    except TransportError as error:
+        raise type(error)(f"embedding {stage}, step {step}: {error}") from error

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..transport import Transport
 from .collision import Stamps, num_bytes, pack_masks, unpack_masks
 from .device_arrays import Upload
-from .errors import IdOutOfRange, OutOfStep
+from .errors import EmbeddingError, IdOutOfRange, OutOfStep
 from .forms import Bits, Ints, Layout
 from .host_ids import HostIds, fingerprint
 from .lanes import end_thread
@@ -226,6 +226,7 @@ class _Work:
         counts = np.concatenate([plan.sent for plan in batch.groups]) if fault is None else nothing
         said = [kind, self._sequence, *([-1, 0, 0] if fault is None else fault)]
         world = self._gather(np.concatenate([np.array(said, dtype=np.int64), counts]))
+        self._check_told(world)
         self._raise_faults(world[:, 2:5])
         received = world[:, 5:].reshape(len(world), len(self._layouts), -1)[:, :, self.transport.rank]
         pending = []
@@ -234,6 +235,28 @@ class _Work:
             pending.append(self.transport.all_to_all(_as_tensor(plan.keys), plan.sent, plan.received))
         for plan, layout, keys in zip(batch.groups, self._layouts, pending, strict=True):
             plan.rows = layout.local(keys.wait().numpy())
+            self._check_rows(plan, layout)
+
+    def _check_told(self, world: Ints) -> None:
+        """Refuse what no rank can have said: sizes of messages follow from it."""
+        most = np.array([layout.local_rows for layout in self._layouts]).repeat(self.transport.world_size)
+        slots, counts = world[:, 2], world[:, 5:]
+        wrong = (slots < -1) | (slots >= len(self._slots)) | ((counts < 0) | (counts > most)).any(axis=1)
+        if wrong.any():
+            rank = int(wrong.argmax())
+            raise EmbeddingError(
+                f"ids #{self._sequence - 1}: rank {rank} sent numbers that cannot be: {world[rank].tolist()}"
+            )
+
+    def _check_rows(self, plan: GroupPlan, layout: Layout) -> None:
+        """Refuse rows that this rank does not have: what a rank sends is used as an index."""
+        wrong = (plan.rows < 0) | (plan.rows >= layout.local_rows)
+        if wrong.any():
+            place = int(wrong.argmax())
+            rank = int(np.searchsorted(np.cumsum(plan.received), place, side="right"))
+            raise EmbeddingError(
+                f"ids #{self._sequence - 1}: rank {rank} asks for row {plan.rows[place]} of {layout.local_rows}"
+            )
 
     def _calls(self, group: int, ids: Sequence[Ints]) -> list[list[tuple[int, Ints]]]:
         calls: dict[int, list[tuple[int, Ints]]] = {}
@@ -264,7 +287,8 @@ class _Work:
         for rank, (kind, sequence) in enumerate(world[:, :2].tolist()):
             if (kind, sequence) != (header[0], header[1]):
                 here = f"{Kind(int(header[0])).name.lower()} #{header[1]}"
-                raise OutOfStep(f"this rank is at {here}, rank {rank} at {Kind(kind).name.lower()} #{sequence}")
+                there = Kind(kind).name.lower() if kind in list(Kind) else f"a call of kind {kind}"
+                raise OutOfStep(f"this rank is at {here}, rank {rank} at {there} #{sequence}")
         self._sequence += 1
         return world
 

@@ -18,6 +18,7 @@ from .device_wire import DeviceWire
 from .errors import TransportClosed, TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
+from .last_words import LastWords
 from .nccl import NcclEngine
 from .wire import Purpose, SizeCheck, Wire
 
@@ -66,7 +67,8 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
-    place = _Place(store, f"{prefix}/{number}", rank, len(members))
+    words = LastWords(store, f"{prefix}/{number}/failed", rank)
+    place = _Place(store, f"{prefix}/{number}", rank, len(members), words)
     wire: Wire = GlooWire(place, timeout_s)
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
@@ -87,6 +89,7 @@ class _Place:
     prefix: str
     rank: int
     world_size: int
+    words: LastWords
 
     def make_group(self, purpose: Purpose, timeout_s: float) -> _Gloo:
         """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
@@ -95,7 +98,7 @@ class _Place:
         try:
             made: _Gloo = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise _translate(error, self.words) from error
         return made
 
 
@@ -123,10 +126,10 @@ class GlooWire:
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:
         """See `Wire.begin`."""
         del sequence  # gloo counts for itself
-        group = self._groups.get(purpose)
-        if group is None:
+        group, place = self._groups.get(purpose), self._place
+        if group is None or place is None:
             raise TransportClosed("another thread closed the channel")
-        ticket = _GlooTicket(exchange, group)
+        ticket = _GlooTicket(exchange, group, place.words)
         self._under_way = [*(each for each in self._under_way if not each.work.is_completed()), ticket]
         if not self._groups:  # closed just now: `release` may not have seen the ticket
             _abandoned.append(([group], [ticket]))
@@ -158,7 +161,8 @@ class GlooWire:
 class _GlooTicket:
     """An all-to-all that gloo's own threads carry out."""
 
-    def __init__(self, exchange: Exchange, group: _Gloo) -> None:
+    def __init__(self, exchange: Exchange, group: _Gloo, words: LastWords) -> None:
+        self._words = words
         sent_bytes, received_bytes = exchange.sent_bytes.copy(), exchange.received_bytes.copy()
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target
@@ -174,7 +178,7 @@ class _GlooTicket:
                 target, source, received_bytes.tolist(), sent_bytes.tolist(), dist.AllToAllOptions()
             )
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise _translate(error, self._words) from error
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -187,7 +191,7 @@ class _GlooTicket:
         except RuntimeError as error:
             if not self.work.is_completed():
                 return False
-            raise _translate(error) from error
+            raise _translate(error, self._words) from error
         return True
 
     def missing(self) -> None:
@@ -201,7 +205,8 @@ def _drop_what_is_done() -> None:
                 _abandoned.remove(entry)
 
 
-def _translate(error: RuntimeError) -> TransportError:
+def _translate(error: RuntimeError, words: LastWords) -> TransportError:
     text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     kind = TransportTimeout if _TIMED_OUT.search(text) else TransportError
-    return kind(f"gloo: {text}")
+    said = words.heard()
+    return kind(f"gloo: {text}" if said is None else f"{said} (gloo: {text})")
