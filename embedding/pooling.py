@@ -31,6 +31,7 @@ class _SumBags(torch.autograd.Function):
         return gradient.index_select(0, bags), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compilers take no autograd function apart here
 def pool(rows: Tensor, offsets: Tensor, weights: Tensor | None, kept: Tensor | None, mode: str) -> Tensor:
     """Pool looked-up rows.
 

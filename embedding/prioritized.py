@@ -113,6 +113,7 @@ class PrioritizedEmbeddingCollection(EngineModule):
         if self.training and torch.is_grad_enabled():
             self._engine.prefetch(self._reader.ids(upcoming if self._ids is None else self._ids(upcoming)))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a step of the tables is not for compilers
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up all features.
 

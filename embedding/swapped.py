@@ -37,6 +37,7 @@ class SwappedModule(TableModule):
         self.name, self._calls = name, list(calls)
         self.looked_up: set[int] = set()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a step of the tables is not for compilers
     def _look_up(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Rows of one call. Shapes [ids, D], float32."""
         if not (self.training and torch.is_grad_enabled()):
@@ -70,7 +71,7 @@ class SwappedEmbedding(SwappedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows of ids of any shape. Shape [*input.shape, embedding_dim], the table's dtype."""
-        rows = self._look_up([input])[0]
+        rows: Tensor = self._look_up([input])[0]
         return rows.view(*input.shape, self.embedding_dim).to(self._engine.dtype_of(self.name))
 
     def extra_repr(self) -> str:
@@ -101,7 +102,8 @@ class SwappedBag(SwappedModule):
         flat = input.reshape(-1)
         kept = None if self.padding_idx is None else flat != self.padding_idx
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        return pool(rows, offsets, weights, kept, self.mode).to(self._engine.dtype_of(self.name))
+        pooled: Tensor = pool(rows, offsets, weights, kept, self.mode)
+        return pooled.to(self._engine.dtype_of(self.name))
 
 
 class SwappedCollection(SwappedModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -228,6 +229,23 @@ def test_ids_may_be_functions_of_the_batch() -> None:
     with torch.no_grad():
         assert not torch.equal(model(ids), before)
     model.prioritized_embeddings.close()  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
+def test_a_model_may_be_compiled_around_its_tables() -> None:
+    batches = [make_batch(0, step) for step in range(4)]
+    states = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = prioritize(Model(), connect("local"), optimizer=Sgd(lr=0.05), ids=IDS)
+        called: Any = torch.compile(model, backend="eager") if compiled else model
+        for batch, upcoming in pairwise(batches):
+            model.prioritized_embeddings.prefetch(upcoming)  # type: ignore[operator,union-attr]
+            called(batch).square().mean().backward()
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+        model.prioritized_embeddings.close()  # type: ignore[operator,union-attr]
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value)
 
 
 def test_a_wrapped_model_is_refused() -> None:
