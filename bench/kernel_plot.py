@@ -45,7 +45,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
             }
             for name, line in lines.items():
                 if line:
-                    axes.loglog(list(line), list(line.values()), marker="o", label=name, base=2)
+                    color = f"C{_NAMES.index(name)}"  # one for each way, also where a panel lacks some
+                    axes.loglog(list(line), list(line.values()), marker="o", label=name, color=color, base=2)
             axes.set_title(operation)
             axes.set_xlabel("world size")
             axes.set_yscale("log")
