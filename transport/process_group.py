@@ -191,8 +191,15 @@ class _GlooTicket:
         except RuntimeError as error:
             if not self.work.is_completed():
                 return False
-            raise _translate(error, self._words) from error
+            self._raise_failure(error)
         return True
+
+    def _raise_failure(self, waited: RuntimeError) -> None:
+        """Raise what became of the work, if it failed: it may also have completed just after the wait gave up."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _translate(error, self._words) from waited
 
     def missing(self) -> None:
         """Gloo does not tell."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Check:
 
     world_size: int
     body: Callable[[Transport], None]
-    timeout_s: float = 30.0
+    timeout_s: float = 60.0
     launcher: str = "fork"
 
 
@@ -186,13 +186,16 @@ def refuse_different_bindings(through: Transport) -> None:
 
 
 def live_beside_forks(through: Transport, binding: str) -> None:
-    """Neither workers of a DataLoader nor a child that ends as a program does disturb the connections."""
+    """Neither workers of a DataLoader nor a child that drops what it has disturb the connections."""
     transport = over_rdma(through, binding)
     exchange_a_lot(transport, 1, 4000)
     numbers = TensorDataset(torch.arange(8))
     assert len(list(DataLoader(numbers, num_workers=1, multiprocessing_context="fork"))) == 8
     if (child := os.fork()) == 0:
-        sys.exit(0)
+        transport.close()
+        del transport
+        gc.collect()
+        os._exit(0)  # gloo, which is here too, does not survive more
     for seed in range(2, 4):
         exchange_a_lot(transport, seed, 4000)
     assert os.waitpid(child, 0)[1] == 0
@@ -222,21 +225,21 @@ def pass_chunks_on_around_the_ring(through: Transport, binding: str) -> None:
 
 
 class _Filling:
-    """A source that becomes ready chunk by chunk, as a copy from a GPU makes it."""
+    """A source that becomes ready chunk by chunk, as a copy from a GPU makes it; each when asked for the third time."""
 
-    def __init__(self, source: Tensor, contents: Tensor, chunk_bytes: int, every_s: float) -> None:
+    def __init__(self, source: Tensor, contents: Tensor, chunk_bytes: int) -> None:
         self._source, self._contents, self._chunk_bytes = source, contents, chunk_bytes
-        self._every_s, self._begun, self.num_filled = every_s, time.monotonic(), 0
+        self._num_asked = 0
         self.ready_ns: list[int] = []
         self.landed_bytes = 0
 
     def is_ready(self, start: int, stop: int) -> bool:
-        while self.num_filled * self._every_s < time.monotonic() - self._begun:
-            part = slice(self.num_filled * self._chunk_bytes, (self.num_filled + 1) * self._chunk_bytes)
-            self._source[part] = self._contents[part]
-            self.num_filled += 1
-            self.ready_ns.append(time.monotonic_ns())
-        return stop <= self.num_filled * self._chunk_bytes
+        if start == len(self.ready_ns) * self._chunk_bytes:
+            self._num_asked += 1
+            if self._num_asked % 3 == 0:
+                self._source[start:stop] = self._contents[start:stop]
+                self.ready_ns.append(time.monotonic_ns())
+        return stop <= len(self.ready_ns) * self._chunk_bytes
 
     def landed(self, start: int, stop: int) -> None:
         self.landed_bytes += stop - start
@@ -254,7 +257,7 @@ def send_while_the_source_fills(through: Transport, binding: str) -> None:
     wire.keep(out.numpy())
     sent, received = ([0, len(out)], [0, len(out)]) if rank == 0 else ([len(out), 0], [len(out), 0])
     exchange = plan_all_to_all(rank, 2, source, sent, received, out)
-    filling = exchange.chunks = _Filling(source, contents[rank], 2**16, every_s=0.05)
+    filling = exchange.chunks = _Filling(source, contents[rank], 2**16)
     ticket = wire.begin(exchange, 1_000_000, "data")
     deadline = time.monotonic() + 15
     while not ticket.block(1.0):
@@ -262,7 +265,8 @@ def send_while_the_source_fills(through: Transport, binding: str) -> None:
     assert torch.equal(out, contents[1 - rank])
     assert filling.landed_bytes == len(out)
     sent_ns = [event.time_ns for event in trace if event.step == "on the wire" and event.sequence == 1_000_000]
-    assert sum(at < ready for at, ready in zip(sent_ns, filling.ready_ns[1:], strict=False)) >= 6
+    assert len(sent_ns) == 8
+    assert all(at < ready for at, ready in zip(sent_ns, filling.ready_ns[1:], strict=False))
     assert wire._landing is None and wire._staging is None, "straight from and to memory that is kept"  # noqa: PT018
     (OUT / f"filling.{rank}").write_text(draw_trace(e for e in trace if e.sequence == 1_000_000))
     transport.all_gather(torch.zeros(1)).wait()
@@ -305,26 +309,26 @@ def run_over_mpi(through: Transport) -> None:
 
 def _by_binding(binding: str) -> dict[str, Check]:
     return {
-        f"contract-2-{binding}": Check(2, partial(keep_contract, binding=binding), 60),
+        f"contract-2-{binding}": Check(2, partial(keep_contract, binding=binding), 90),
     }
 
 
 CHECKS: dict[str, Check] = {
     **_by_binding("pyverbs"),
     **_by_binding("ibverbs"),
-    "contract-3": Check(3, partial(keep_contract, binding="ibverbs"), 60),
-    "contract-4": Check(4, partial(keep_contract, binding="ibverbs"), 90),
-    "late": Check(3, partial(be_late, binding="ibverbs"), 40),
+    "contract-3": Check(3, partial(keep_contract, binding="ibverbs"), 90),
+    "contract-4": Check(4, partial(keep_contract, binding="ibverbs"), 120),
+    "late": Check(3, partial(be_late, binding="ibverbs"), 60),
     "loss": Check(2, partial(survive_packet_loss, binding="ibverbs"), 60),
     "killed-pyverbs": Check(2, partial(lose_a_killed_peer, binding="pyverbs")),
     "killed-ibverbs": Check(2, partial(lose_a_killed_peer, binding="ibverbs")),
     "stopped": Check(2, partial(outwait_a_stopped_peer, binding="ibverbs")),
     "raising": Check(2, partial(hear_of_a_peer_that_raises, binding="ibverbs")),
-    "bindings": Check(2, refuse_different_bindings),
-    "forks-pyverbs": Check(2, partial(live_beside_forks, binding="pyverbs")),
-    "forks-ibverbs": Check(2, partial(live_beside_forks, binding="ibverbs")),
+    "bindings-pyverbs": Check(2, refuse_different_bindings),
+    "children-pyverbs": Check(2, partial(live_beside_forks, binding="pyverbs")),
+    "children-ibverbs": Check(2, partial(live_beside_forks, binding="ibverbs")),
     "ring": Check(4, partial(pass_chunks_on_around_the_ring, binding="ibverbs")),
-    "filling": Check(2, partial(send_while_the_source_fills, binding="pyverbs")),
+    "filling-pyverbs": Check(2, partial(send_while_the_source_fills, binding="pyverbs")),
     "parquet": Check(4, partial(balance_parquet, binding="ibverbs"), 60),
-    "mpi": Check(2, run_over_mpi, 90, "mpi"),
+    "mpi": Check(2, run_over_mpi, 120, "mpi"),
 }

@@ -209,7 +209,7 @@ def run_in_both(
     try:
         for number in (0, 1):
             out = folder / str(number)
-            out.mkdir()
+            out.mkdir(exist_ok=True)
             variables = {**(environment or {}), "MACHINE": str(number), "SECONDS_LEFT": str(int(timeout_s) - 12)}
             _write_boot(out, command, variables)
             machines.append(_power_on(number, out, socket, timeout_s))

@@ -455,3 +455,21 @@ def test_a_machine_without_rdma_is_unavailable_and_nothing_else_is_used_instead(
 def test_options_that_break_a_rule_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RdmaOptions(**options)  # type: ignore[arg-type]  # of any type
+
+
+def test_more_than_2_gib_arrive() -> None:
+    rows = 2**31 + 4096
+
+    def run(transport: Transport) -> None:
+        sent, received = ([0, rows], [0, 100]) if transport.rank == 0 else ([100, 0], [rows, 0])
+        source = torch.zeros(sum(sent), dtype=torch.int8)
+        source[:100] = 1
+        source[-100:] += 2
+        out = transport.all_to_all(source, sent, received).wait()
+        if transport.rank == 0:
+            assert out.tolist() == [3] * 100
+        else:
+            assert (out[:100].tolist(), out[-100:].tolist()) == ([1] * 100, [2] * 100)
+            assert not out[100:-100].any()
+
+    run_in_threads(2, run, timeout_s=60, transports=connect_fakes(Network(), 2, timeout_s=50, chunk_bytes=2**23))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import threading
@@ -77,6 +78,7 @@ class VerbsWire:
             self._give_back()
             raise
         guard_against_forks(self)
+        self._pid = os.getpid()
 
     def _open(self) -> None:
         peers = [peer for peer in range(self._world_size) if peer != self._rank]
@@ -338,7 +340,7 @@ class VerbsWire:
     def leave(self, reason: str) -> None:
         """Tell the peers why this rank leaves, and close."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or os.getpid() != self._pid:
                 return
             self._is_closed = True
             try:
@@ -352,6 +354,10 @@ class VerbsWire:
                 pass  # whoever waits gets the first error; this one is of no use to anybody
             finally:
                 self._give_back()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pid"):  # it was made, at least
+            self.leave("it dropped the channel without closing it")
 
     def _linger(self) -> None:
         deadline = time.monotonic() + _LINGER_S
