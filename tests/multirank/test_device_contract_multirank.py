@@ -29,8 +29,8 @@ def keep_the_contract(host: str, engine: str, world_size: int) -> None:
     ("host", "engine", "world_size"),
     [
         ("process_group", "threads-peer", 3),
-        ("process_group", "threads-segment", 2),
-        ("process_group", "threads-staged", 2),
+        ("process_group", "threads-segment", 3),
+        ("process_group", "threads-staged", 3),
         ("mpi", "threads-hosts", 3),
     ],
 )

@@ -42,6 +42,11 @@ def test_a_rank_that_died_is_noticed_long_before_the_deadline() -> None:
     assert "all_to_all #7: rank 1 has left: its process has ended" in message
 
 
+@pytest.mark.parametrize("engine", ["peer", "staged"])
+def test_nothing_is_copied_before_it_is_ready(engine: str) -> None:
+    assert run(engine, "unready") == ("nothing", "all in order")
+
+
 def test_direct_copies_of_other_sizes_than_expected_move_nothing() -> None:
     kind, message = run("peer", "disagrees")
     assert kind in ("SizeMismatch", "TransportError")

@@ -55,12 +55,13 @@ class HostStreams:
     """Two threads that carry out, in order, what was enqueued to each.
 
     Args:
-        delay_s: How long each copy takes at least.
+        delay_s: How long each copy of the receiving stream takes at least, so that senders could overrun it.
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], object]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._delay_s = delay_s
+        self.before_ready: Callable[[], object] | None = None  # what the next exchange has to come after
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # ranks read each other's memory
         for each in self._queues:
             threading.Thread(target=self._run, args=(each,), daemon=True).start()
@@ -80,10 +81,15 @@ class HostStreams:
 
     def adopt(self, exchange: Exchange, sends: bool = True) -> None:
         self._adopted = exchange
+        if self.before_ready is not None:
+            for each in self._queues:
+                each.put(self.before_ready)
+            self.before_ready = None
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         def run() -> None:
-            time.sleep(self._delay_s)
+            if stream == RECEIVE and self._delay_s:
+                time.sleep(self._delay_s)
             _move(target, source, size)
 
         self._queues[stream].put(run)
