@@ -119,6 +119,10 @@ def _prioritized(setup: Setup) -> Contender:
     return _ours(setup, is_balanced=False)
 
 
+def _synchronous(setup: Setup) -> Contender:
+    return _ours(setup, is_balanced=True, is_synchronous=True)
+
+
 def _freescale(setup: Setup) -> Contender:
     return _ours(setup, is_balanced=True)
 
@@ -129,6 +133,7 @@ BUILDERS: dict[str, Callable[[Setup], Contender]] = {
     "sdd_dedup": _sdd_dedup,
     "balanced": _balanced,
     "prioritized": _prioritized,
+    "synchronous": _synchronous,
     "freescale": _freescale,
 }
 
@@ -144,13 +149,14 @@ def _torchrec(setup: Setup, pipeline: Any, *, is_balanced: bool, deduplicates: b
     return Contender(setup, model, made, is_balanced=is_balanced, prepares=False)
 
 
-def _ours(setup: Setup, *, is_balanced: bool) -> Contender:
+def _ours(setup: Setup, *, is_balanced: bool, is_synchronous: bool = False) -> Contender:
     from ..embedding import PrioritizedEmbeddingCollection, RowwiseAdagrad
 
     tables = PrioritizedEmbeddingCollection(
         setup.configs(),
         setup.transport.channel("tables"),
         optimizer=RowwiseAdagrad(lr=setup.learning_rate, eps=1e-8),
+        synchronous=is_synchronous,
         device=setup.device,
         ids=lambda batch: batch.ids,
     )

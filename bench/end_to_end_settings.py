@@ -14,6 +14,7 @@ CONTENDERS: dict[str, str] = {
     "sdd_dedup": "TorchRec, SDD with use_index_dedup",
     "balanced": "TorchRec, SDD, balanced",
     "prioritized": "prioritized embeddings alone",
+    "synchronous": "our tables, synchronous, balanced",
     "freescale": "prioritized and balanced",
 }
 """What is compared: the baselines, each technique alone, and both."""

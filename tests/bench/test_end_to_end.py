@@ -33,7 +33,10 @@ def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys:
         (name, even, rank) for name in titles for even in (False, True) for rank in (0, 1)
     }
     assert all(len(each["losses"]) == 7 and all(0 < loss < 5 for loss in each["losses"]) for each in timed)
-    assert all((len(each["waited_ms"]) > 0) == (each["contender"] in ("balanced", "freescale")) for each in timed)
+    assert all(
+        (len(each["waited_ms"]) > 0) == (each["contender"] in ("balanced", "synchronous", "freescale"))
+        for each in timed
+    )
     [result] = tmp_path.glob("*-end-to-end-cpu.md")
     assert "prioritized and balanced" in result.read_text()
 
