@@ -93,7 +93,14 @@ class Back(Pending):
 
     def wait(self) -> Tensor:
         with torch.cuda.stream(self._stream):
-            got = self._inner.wait().cpu()
+            arrived = self._inner.wait()
+            done = self._stream.record_event()
+        # A copy to memory that is not pinned would block the CUDA calls of other threads for as long as it waits.
+        deadline = time.monotonic() + 30
+        while not done.query():
+            assert time.monotonic() < deadline, "nothing arrived"
+            time.sleep(0.0002)
+        got = arrived.cpu()
         return got if self._out is None else self._out.copy_(got)
 
 
