@@ -3,9 +3,10 @@
 Start with `balance` (loader.py); `.balance` of DataPipes is in datapipe.py and `BalancerNode` in node.py.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .adapters.adapt import Adapter, adapter_for
 from .batches.batch import Column, JaggedBatch
-from .batches.parquet import ParquetSource, read_parquet
 from .datapipe import BalancerIterDataPipe
 from .errors import BalancerError, PeerClosed, PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from .hooks import Attachment, attach
@@ -19,6 +20,9 @@ from .partitioners.variable import VariableBatchSize
 from .pipeline import Prefetching, StagedPipeline
 from .plan import Cost, Partitioner, WorldSamples
 from .report import Report
+
+if TYPE_CHECKING:
+    from .batches.parquet import ParquetSource, read_parquet
 
 __all__ = [
     "Adapter",
@@ -57,3 +61,12 @@ __all__ = [
     "sparsity",
     "straggler_percentage",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Parquet source when it is asked for, since importing Arrow takes a tenth of a second."""
+    if name not in ("ParquetSource", "read_parquet"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .batches import parquet
+
+    return getattr(parquet, name)

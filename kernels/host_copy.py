@@ -8,15 +8,18 @@ the values of a binary array.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _REACH = 2**62  # said to be the size of the address range; never touched beyond the ranges asked for
 
@@ -125,21 +128,31 @@ def _gather(base: int, begins: NDArray[np.int64], sizes: NDArray[np.int64], tota
     np.add(begins, sizes, out=offsets[:n, 1])
     first = offsets[0, 0]
     offsets[n] = first, first + total * (2 * n + 1) // n + 256
-    buffers = [None, pa.py_buffer(offsets), pa.foreign_buffer(base, _REACH)]
-    ranges = pa.LargeBinaryArray.from_buffers(_BINARY, 2 * n + 1, buffers)
-    return _TAKE.call([ranges, _every_other(n)], _UNCHECKED).buffers()[2]
+    return _arrow()(n, offsets, base)
 
 
-_BINARY = pa.large_binary()
 _ALIGNMENT = 64
 _PADDING = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device="cpu")
 _PADDING_AT = _PADDING.data_ptr()
 _MOST_TOGETHER = 16 * 2**20  # bytes; beyond, a call more is nothing, and smaller buffers are easier to find room for
-_TAKE = pc.get_function("array_take")
-_UNCHECKED = pc.TakeOptions(boundscheck=False)  # checking costs a third of small copies
-_EVERY_OTHER = pa.array(np.arange(0, 2 << 12, 2))
+_MANY = 1 << 12
 
 
-def _every_other(n: int) -> pa.Array:
-    """Indices 0, 2, 4, …, n of them."""
-    return _EVERY_OTHER.slice(0, n) if n <= len(_EVERY_OTHER) else pa.array(np.arange(0, 2 * n, 2))
+@functools.cache
+def _arrow() -> Callable[[int, NDArray[np.int64], int], pa.Buffer]:
+    """Import Arrow at the first copy, since that takes a tenth of a second, and give what takes every other value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    take: Any = pc.get_function("array_take").call
+    unchecked = pc.TakeOptions(boundscheck=False)  # checking costs a third of small copies
+    every_other = pa.array(np.arange(0, 2 * _MANY, 2))
+    binary = pa.large_binary()
+
+    def take_every_other(n: int, offsets: NDArray[np.int64], base: int) -> pa.Buffer:
+        buffers = [None, pa.py_buffer(offsets), pa.foreign_buffer(base, _REACH)]
+        ranges = pa.LargeBinaryArray.from_buffers(binary, 2 * n + 1, buffers)
+        places = every_other.slice(0, n) if n <= _MANY else pa.array(np.arange(0, 2 * n, 2))
+        return take([ranges, places], unchecked).buffers()[2]
+
+    return take_every_other

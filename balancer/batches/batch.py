@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
-from .arrow import FillValue, column_to_arrow, table_columns
 from .column import Column, ColumnSpec, as_bytes, checked_column, empty_column
 from .convert import (
     WEIGHTS,
@@ -23,6 +21,11 @@ from .convert import (
     padded_column,
 )
 from .select import concat_samples, split_samples, take_samples
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from .arrow import FillValue
 
 __all__ = ["Column", "ColumnSpec", "JaggedBatch"]
 
@@ -234,6 +237,8 @@ class JaggedBatch:
             >>> JaggedBatch.from_arrow(pa.table({"page": [[7, 8], []]}))
             JaggedBatch(batch_size=2, page: jagged int64 [*] with 2 rows)
         """
+        from .arrow import table_columns  # here, since importing Arrow takes a tenth of a second
+
         made, num_rows = table_columns(table, None if columns is None else list(columns), fill_value)
         return cls(made, num_rows)
 
@@ -243,6 +248,10 @@ class JaggedBatch:
         Raises:
             ValueError: A dtype that Arrow does not have, such as bfloat16.
         """
+        import pyarrow as pa
+
+        from .arrow import column_to_arrow
+
         columns = {n: column_to_arrow(n, c, n in text) for n, c in self.to("cpu")._columns.items()}
         return pa.table(columns)
 
