@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := -qq
 READY := $(VENV)/.ready
 
-.PHONY: demo report test lint clean
+.PHONY: demo report test test-long lint clean
 
 demo: $(READY)
 	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -26,6 +26,10 @@ report: $(READY)
 
 test: $(READY) lint
 	$(VENV)/bin/pytest
+
+# The whole fault campaign, under mpiexec too, and other tests that take minutes
+test-long: $(READY)
+	$(VENV)/bin/pytest --long -m long
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -277,6 +277,8 @@ def loop_state(protocol: Protocol, epoch: int, exhausted: bool, source_state: An
 _NO_MORE = object()
 _live: weakref.WeakSet[Worker] = weakref.WeakSet()
 _watching = False
+_process_failed = False
+_GRACE_S = 5.0  # for peers to hear why this process ends; they may be waiting for it elsewhere
 
 
 def _watch_interpreter() -> None:
@@ -288,6 +290,8 @@ def _watch_interpreter() -> None:
     previous = sys.excepthook
 
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _process_failed
+        _process_failed = True
         for worker in list(_live):
             worker.fail(error)
         previous(kind, error, trace)
@@ -297,9 +301,12 @@ def _watch_interpreter() -> None:
 
 
 def _finish() -> None:
-    """Let threads tell their peers that this rank leaves; each wait has the transport's deadline."""
+    """Let threads tell their peers that this rank leaves; each wait has a deadline."""
     workers = list(_live)
     for worker in workers:
         worker.close()
     for worker in workers:
-        worker.join(worker._protocol.transport.timeout_s)
+        transport = worker._protocol.transport
+        if not worker.join(min(transport.timeout_s, _GRACE_S) if _process_failed else transport.timeout_s):
+            transport.close()  # ends what the thread waits for: it must not outlive the interpreter
+            worker.join(_GRACE_S)

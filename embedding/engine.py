@@ -23,9 +23,10 @@ from .host_ids import HostIds
 from .lanes import open_lanes
 from .late_check import LateCheck
 from .optimizer import Adam, FusedOptimizer, GradScale, Optimizer, RowwiseAdagrad, Sgd, Stamp
-from .planner import Batch, Planner, Slot
+from .planner import Planner, Slot
 from .scaling import read_scale
 from .shard import Shard
+from .stages import Batch
 from .tables import Table
 
 MAX_AHEAD = 16
@@ -244,14 +245,16 @@ class Engine:
             context.discard()
 
     def leave(self) -> None:
-        """Close the channels without waiting for threads: the process ends."""
+        """Close the channels at once, and so what threads wait for: the process ends."""
         for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
             channel.close()
+        self.close()
 
     def close(self) -> None:
         """End threads and channels, also after a failure."""
         if self._planner is None:
-            self.leave()
+            for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
+                channel.close()
             return
         self._planner.close()
         for lane in self._lanes:

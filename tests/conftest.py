@@ -18,7 +18,14 @@ if os.environ.get("CI"):
 _left_out: list[pytest.Item] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run campaigns of minutes too, as `make test-long` does")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if torch.cuda.device_count() < 2:
         _left_out.extend(item for item in items if item.get_closest_marker("gpus"))
         items[:] = [item for item in items if not item.get_closest_marker("gpus")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from .last_words import LastWords
 from .nccl import NcclEngine
 from .wire import Purpose, SizeCheck, Wire
 
+_PATIENCE_S = 0.1  # for messages that have left when a channel is closed
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _c10d: Any = dist  # torch's stubs lack what is used through this name
 
@@ -156,6 +158,10 @@ class GlooWire:
         self._under_way = []
         del groups
         _drop_what_is_done()
+        patience = time.monotonic() + _PATIENCE_S
+        while _abandoned and time.monotonic() < patience:  # peers learn of it from connections that are gone
+            time.sleep(0.005)
+            _drop_what_is_done()
 
 
 class _GlooTicket:

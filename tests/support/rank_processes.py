@@ -32,6 +32,7 @@ class Launched:
         errors: Standard error of each rank.
         launcher: What mpiexec or torchrun itself said.
         timed_out: The deadline passed and everything was killed.
+        orphans: Processes that were still there some seconds after the launcher had ended.
     """
 
     returncode: int
@@ -40,10 +41,13 @@ class Launched:
     errors: list[str]
     launcher: str
     timed_out: bool
+    orphans: list[str]
 
     def explain(self) -> str:
         """All of it, for an assertion's message."""
-        parts = [f"exit status {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}"]
+        parts = [
+            f"exit status {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}, {self.orphans}"
+        ]
         for rank, (output, error) in enumerate(zip(self.outputs, self.errors, strict=True)):
             parts.append(f"--- rank {rank}\n{output[-3000:]}{error[-3000:]}")
         return "\n".join([*parts, f"--- launcher\n{self.launcher[-3000:]}"])
@@ -95,14 +99,16 @@ def launch(
                 for start, more in starts
             ]
             timed_out = _wait(processes, begun + timeout_s, mark)
+        seconds = time.monotonic() - begun
         returncode = next((p.returncode for p in processes if p.returncode), 0)
         return Launched(
             returncode=returncode,
-            seconds=time.monotonic() - begun,
+            seconds=seconds,
             outputs=[_read(logs / f"{rank}.out") for rank in range(world_size)],
             errors=[_read(logs / f"{rank}.err") for rank in range(world_size)],
             launcher=_read(logs / "launcher"),
             timed_out=timed_out,
+            orphans=_orphans(mark),
         )
     finally:
         _kill(mark)
@@ -162,13 +168,29 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _kill(mark: str) -> None:
-    """Kill what carries the mark of this launch."""
-    wanted = f"{_MARK}={mark}".encode()
+def _marked(mark: str) -> dict[int, str]:
+    """Processes of this launch that run, and their names."""
+    wanted, found = f"{_MARK}={mark}".encode(), {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+                found[int(folder.name)] = (folder / "comm").read_text().strip()
+    return found
+
+
+def _orphans(mark: str) -> list[str]:
+    """Who is left. Workers of a DataLoader look every five seconds whether their parent is there."""
+    deadline = time.monotonic() + 12
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return list(found.values())
+
+
+def _kill(mark: str) -> None:
+    """Kill what carries the mark of this launch."""
+    for pid in _marked(mark):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,152 @@
+"""Training that can be stopped anywhere and goes on from its files: Parquet, balanced loader, tables, dense weights."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from freescale.balancer import JaggedBatch, balance, read_parquet
+from freescale.embedding import PrioritizedEmbeddingCollection, RowwiseAdagrad, Table
+from freescale.transport import Transport
+
+WORLD_SIZE, NUM_SAMPLES, PAGES = 3, 60, 40
+
+
+def write_samples(path: Path) -> None:
+    """Histories of pages; row groups of four samples, so that ranks run out at different steps."""
+    lengths = [1 + (7 * k) % 9 for k in range(NUM_SAMPLES)]
+    uih = [[(k * 11 + i * i) % PAGES for i in range(n)] for k, n in enumerate(lengths)]
+    pq.write_table(pa.table({"id": range(NUM_SAMPLES), "uih": uih}), path, row_group_size=4)
+
+
+class Trainer:
+    """One rank: it announces a batch ahead, and keeps what it would save.
+
+    Args:
+        transport: This rank's.
+        data: From `write_samples`.
+
+    Attributes:
+        ids: Samples trained on, in order.
+    """
+
+    def __init__(self, transport: Transport, data: Path) -> None:
+        warnings.filterwarnings("ignore", "ranks had .*loss_scale")
+        self._transport = transport
+        self._dense_channel = transport.channel("dense")
+        tables = [Table("uih", PAGES, 4)]
+        self.tables = PrioritizedEmbeddingCollection(tables, transport, optimizer=RowwiseAdagrad(lr=0.1))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.dense = nn.Linear(4, 1)
+        self._optimizer = torch.optim.SGD(self.dense.parameters(), lr=0.1, momentum=0.9)
+        source = read_parquet(data, 3, rank=transport.rank, world_size=transport.world_size, shuffle=True, seed=7)
+        self.loader: Any = balance(source, transport, "uih")
+        self.ids: list[int] = []
+
+    def run(self, after_step: Callable[[Trainer, int, dict[str, Any]], bool]) -> None:
+        """Train until the epoch ends, or `after_step(self, step, state of the loader)` says so."""
+        batches = self.loader.with_reports()
+        taken = next(batches, None)
+        while taken is not None:
+            here = self.loader.running_state
+            following = next(batches, None)
+            if following is not None:
+                self.tables.prefetch({"uih": following[0]["uih"].values})
+            batch, report = taken
+            self._step(batch, report.loss_scale())
+            self.ids += batch["id"].values.tolist()
+            if after_step(self, report.step, here):
+                return
+            taken = following
+
+    def _step(self, batch: JaggedBatch, scale: float) -> None:
+        rows = self.tables({"uih": batch["uih"].values})["uih"]
+        loss = self.dense(rows).square().sum() * scale
+        self._optimizer.zero_grad()
+        loss.backward()
+        for parameter in self.dense.parameters():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parameter.grad = self._dense_channel.all_gather(gradient.unsqueeze(0)).wait().mean(0)
+        self._optimizer.step()
+
+    def state_dict(self, loader_state: dict[str, Any]) -> dict[str, Any]:
+        """Everything that goes on."""
+        return {
+            "loader": self.loader.state_dict(loader_state),
+            "tables": {name: value.clone() for name, value in self.weights().items()},
+            "table_optimizer": self.tables.fused_optimizer.state_dict(),
+            "dense": self.dense.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "ids": list(self.ids),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.loader.load_state_dict(state["loader"])
+        self.tables.load_state_dict(state["tables"])
+        self.tables.fused_optimizer.load_state_dict(state["table_optimizer"])
+        self.dense.load_state_dict(state["dense"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.ids = list(state["ids"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's rows of the tables."""
+        return {
+            name: getattr(value, "to_local", lambda v=value: v)() for name, value in self.tables.state_dict().items()
+        }
+
+    def everything(self) -> dict[str, Tensor]:
+        """What two runs have to have in common."""
+        return {name: value.detach().clone() for name, value in {**self.weights(), **self.dense.state_dict()}.items()}
+
+    def close(self) -> None:
+        """End threads."""
+        self.tables.close()
+        self.loader.close()
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a file that is whole or not there."""
+    torch.save(state, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def newest_common_step(folder: Path) -> int | None:
+    """The last step that every rank has saved."""
+    steps = [{int(path.stem.split("-")[1]) for path in folder.glob(f"{rank}-*.pt")} for rank in range(WORLD_SIZE)]
+    return max(set.intersection(*steps), default=None)
+
+
+def train_saving(transport: Transport, folder: Path, die: Callable[[int], None] = lambda step: None) -> None:
+    """Go on from the newest files, if there are any; save after every step; leave `RANK-end.pt` at the end.
+
+    Args:
+        transport: This rank's.
+        folder: Holds data.parquet; the files go there.
+        die: Called before and after each save.
+    """
+    trainer = Trainer(transport, folder / "data.parquet")
+    step = newest_common_step(folder)
+    transport.all_gather(torch.zeros(1)).wait()  # all have looked before any saves
+    if step is not None:
+        trainer.load_state_dict(torch.load(folder / f"{transport.rank}-{step}.pt", weights_only=True))
+
+    def after_step(trainer: Trainer, step: int, loader_state: dict[str, Any]) -> bool:
+        die(2 * step)
+        save(trainer.state_dict(loader_state), folder / f"{transport.rank}-{step}.pt")
+        die(2 * step + 1)
+        return False
+
+    trainer.run(after_step)
+    save({"ids": trainer.ids, "weights": trainer.everything()}, folder / f"end-{transport.rank}.pt")
+    trainer.close()
+    transport.close()
