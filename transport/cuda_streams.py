@@ -78,14 +78,14 @@ def check_connections() -> None:
     Raises:
         Unavailable: CUDA_DEVICE_MAX_CONNECTIONS is below 8, its default.
     """
-    if _num_connections() < _LEAST_CONNECTIONS:
+    if num_connections() < _LEAST_CONNECTIONS:
         raise Unavailable(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {_num_connections()}: streams would share queues, and one that waits for "
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {num_connections()}: streams would share queues, and one that waits for "
             f"a peer would stop the others; leave it unset, or set it to {_LEAST_CONNECTIONS} or more"
         )
 
 
-def _num_connections() -> int:
+def num_connections() -> int:
     """Queues between this process and its GPU, which streams share. Seven of eight may hold a waiting stream."""
     told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return min(32, int(told)) if told.isdigit() and int(told) > 0 else _LEAST_CONNECTIONS
@@ -136,12 +136,12 @@ class CudaStreams:
     def use(self) -> None:
         """See `Streams.use`."""
         _in_use.add(self)
-        most = (_num_connections() - 1) // 2
+        most = (num_connections() - 1) // 2
         if len(_in_use) > most:
             _in_use.discard(self)
             raise Unavailable(
                 f"{most} channels of this process move CUDA tensors already, with two streams each that may wait for "
-                f"peers; when as many streams wait as there are connections ({_num_connections()}), all other work "
+                f"peers; when as many streams wait as there are connections ({num_connections()}), all other work "
                 "stops too: close a channel, or set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process uses CUDA"
             )
 
