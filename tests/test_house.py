@@ -41,7 +41,7 @@ def test_checkers_see_every_top_level_package() -> None:
 
 
 def test_importing_the_balancer_needs_no_optional_package() -> None:
-    optional = ["torchrec", "fbgemm_gpu", "mpi4py", "matplotlib", "rich", "triton"]
+    optional = ["torchrec", "fbgemm_gpu", "mpi4py", "pyverbs", "ibverbs", "matplotlib", "rich", "triton"]
     code = f"import sys, freescale.balancer, freescale.transport; print([m for m in {optional} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"

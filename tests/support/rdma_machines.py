@@ -73,7 +73,7 @@ exec $B switch_root /root /bin/bash /out/boot
 """
 
 _BOOT = """
-mount -t tmpfs tmpfs /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs tmpfs /run
 ulimit -l unlimited; ulimit -n 65536
 hostname machine$MACHINE; ip link set lo up
 printf '127.0.0.1 localhost\\n10.77.0.1 machine0\\n10.77.0.2 machine1\\n' > /etc/hosts

@@ -108,6 +108,8 @@ def fork(name: str, body: Callable[[], None], timeout_s: float) -> int:
         failure = error  # with all that its frames refer to, as in a program that ends by it
     # As a program ends, but for the interpreter's own objects, which take 7 s to tear down here.
     atexit._run_exitfuncs()
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()
     sys.stdout.flush()
     os._exit(0 if failure is None else 1)
 
@@ -175,7 +177,8 @@ def run_under_mpi(name: str, check: rdma_checks.Check, port: int) -> dict[int, i
 
                 statuses = wait_for({MACHINE: fork(f"{name}.{MACHINE}", as_rank, check.timeout_s)}, check.timeout_s)
                 inside.sendall(f"{statuses[MACHINE]}\n".encode())
-            launcher.wait(20)
+            if MACHINE == 0:
+                launcher.wait(20)
         except (TimeoutError, subprocess.TimeoutExpired):
             statuses = {MACHINE: None}
         finally:

@@ -62,6 +62,8 @@ def draw_trace(events: Iterable[ChunkEvent], width: int = 72) -> str:
         if key in last:
             first, mark = last[key]
             row[first : column + 1] = mark * (column + 1 - first)
+        elif event.step == "in place":
+            row[column] = "#"  # came along with its record
         if event.step in marks:
             last[key] = (column, marks[event.step])
             row[column] = marks[event.step]
