@@ -24,8 +24,8 @@ from .errors import naming
 from .lanes import Lane, Ticket
 from .optimizer import Stamp
 from .plan import CallIndex, Gradients, GroupPlan, Values
-from .planner import Batch
 from .shard import Shard
+from .stages import Batch
 
 
 @dataclass(eq=False)

@@ -1,15 +1,16 @@
-"""The id plane: a thread that deduplicates, sends ids to owners, finds collisions and answers (section 3.2).
+"""The id plane: deduplicates, sends ids to owners, finds collisions and answers, ahead of the trainer (section 3.2).
 
-It runs on the host, on a channel of its own, ahead of the trainer, and blocks in the transport rather than in Python.
-Every rank hands it the same jobs in the same order. What goes wrong in it is raised at the trainer's next call.
+It runs on the host, on a channel of its own, and blocks in the transport rather than in Python. A batch passes three
+threads: one finds its distinct ids, one talks to the other ranks, one makes index arrays. So three batches are on their
+way at once, and what limits the pace is the slowest of three waits, not their sum. Every rank hands it the same jobs in
+the same order. What goes wrong in it is raised at the trainer's next call.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +28,7 @@ from .forms import Bits, Ints, Layout
 from .host_ids import HostIds, fingerprint
 from .lanes import end_thread
 from .plan import GroupPlan, ask
+from .stages import Batch, Indexing, Job, start_stages
 
 
 class Kind(IntEnum):
@@ -55,25 +57,6 @@ class Slot:
     call: int
 
 
-@dataclass(eq=False)
-class Batch:
-    """One batch on its way through the id plane.
-
-    Attributes:
-        ids: One entry a slot, in host memory.
-        groups: Plans of the groups, once `ready`.
-        upload: Index arrays for the forward.
-        successor: Index arrays for the backward, once the next batch is ready.
-        ready: Set when done, or failed.
-    """
-
-    ids: HostIds
-    groups: list[GroupPlan] = field(default_factory=list)
-    upload: Upload | None = None
-    successor: Upload | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-
-
 class Planner:
     """The id plane, as the trainer's thread sees it.
 
@@ -95,10 +78,9 @@ class Planner:
         collides: bool = True,
     ) -> None:
         self._work = _Work(transport, layouts, slots, device, collides)
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        thread = threading.Thread(target=_run, args=(self._jobs,), name="freescale-embedding-ids", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, end_thread, self._jobs, thread, transport)
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        last = start_stages(self._jobs, self._work)
+        self._end = weakref.finalize(self, end_thread, self._jobs, last, transport)
 
     def prefetch(self, ids: HostIds) -> Batch:
         """Plan the batch that follows the one planned last. Returns at once."""
@@ -115,8 +97,12 @@ class Planner:
     def all_agree(self, agrees: bool) -> bool:
         """Whether all ranks say yes; waits for them."""
         answer: list[bool] = []
-        batch = self._submit(Batch(HostIds([])), lambda _: answer.append(self._work.compare(agrees)))
-        self.wait(batch)
+
+        def compare(_: Batch) -> list[Indexing]:
+            answer.append(self._work.compare(agrees))
+            return []
+
+        self.wait(self._submit(Batch(HostIds([])), compare))
         return answer[0]
 
     def wait(self, batch: Batch) -> None:
@@ -139,34 +125,15 @@ class Planner:
         """End the thread after what it has to do; may be called twice."""
         self._end()
 
-    def _submit(self, batch: Batch, job: Callable[[Batch], object]) -> Batch:
+    def _submit(self, batch: Batch, talk: Callable[[Batch], list[Indexing]]) -> Batch:
         self.check()
         batch.ids.begin()
-        work = self._work
-
-        def guarded() -> None:
-            try:
-                if work.error is None:
-                    job(batch)
-            except BaseException as error:
-                work.fail(error)
-            finally:
-                batch.ready.set()
-
-        self._jobs.put(guarded)
+        self._jobs.put(Job(batch, talk))
         return batch
 
 
-def _run(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    job = jobs.get()
-    while job is not None:
-        job()
-        del job  # keeps a batch alive
-        job = jobs.get()
-
-
 class _Work:
-    """What the thread does; refers to nothing that the trainer holds, so that forgetting that ends the thread."""
+    """What the threads do; refers to nothing that the trainer holds, so that forgetting that ends the threads."""
 
     def __init__(
         self,
@@ -190,24 +157,37 @@ class _Work:
         if not isinstance(error, IdOutOfRange):
             self.transport.close()
 
-    def plan(self, batch: Batch, kind: Kind) -> None:
-        """Deduplicate, send ids to their owners, and, but for evaluations, find collisions with the batch before."""
+    def ask(self, batch: Batch) -> None:
+        """Find a batch's distinct ids, or an id that there is not."""
+        batch.ids.wait()
+        ids = batch.ids.arrays
+        if not ids:
+            return  # a comparison
+        if self._device.type == "cuda":
+            batch.ids.fingerprints = [fingerprint(each) for each in ids]
+        batch.fault = self._find_fault(ids)
+        if batch.fault is None:
+            batch.groups = [ask(layout, self._calls(g, ids)) for g, layout in enumerate(self._layouts)]
+
+    def plan(self, batch: Batch, kind: Kind) -> list[Indexing]:
+        """Send ids to their owners and, but for evaluations, find collisions with the batch before."""
         self._exchange(batch, kind)
         if kind == Kind.EVALUATION or not self._collides:
-            self._index(batch, trains=kind != Kind.EVALUATION)
-            return
-        self._collide(batch, self._last)
+            return [Indexing(batch, trains=kind != Kind.EVALUATION)]
+        return [self._collide(batch, self._last)]
 
-    def insert(self, batch: Batch, followers: Sequence[Batch]) -> None:
+    def insert(self, batch: Batch, followers: Sequence[Batch]) -> list[Indexing]:
         """Plan a batch before others that are planned already; their collisions are found anew."""
         self._exchange(batch, Kind.FORWARD)
         if not self._collides:
-            self._index(batch, trains=True)
-            return
-        self._collide(batch, None)
+            return [Indexing(batch, trains=True)]
+        found = [self._collide(batch, None)]
         for follower in followers:
-            self._collide(follower, batch)
+            follower.ready.wait()  # for what the next thread makes of the collisions found before
+            follower.ready.clear()
+            found.append(self._collide(follower, batch))
             batch = follower
+        return found
 
     def compare(self, agrees: bool) -> bool:
         """See `Planner.all_agree`."""
@@ -216,12 +196,7 @@ class _Work:
 
     def _exchange(self, batch: Batch, kind: Kind) -> None:
         """Fill `batch.groups` up to what each rank is asked for."""
-        batch.ids.wait()
-        if self._device.type == "cuda":
-            batch.ids.fingerprints = [fingerprint(each) for each in batch.ids.arrays]
-        fault = self._find_fault(batch.ids.arrays)
-        if fault is None:
-            batch.groups = [ask(layout, self._calls(g, batch.ids.arrays)) for g, layout in enumerate(self._layouts)]
+        fault = batch.fault
         nothing = np.zeros(self.transport.world_size * len(self._layouts), dtype=np.int64)
         counts = np.concatenate([plan.sent for plan in batch.groups]) if fault is None else nothing
         said = [kind, self._sequence, *([-1, 0, 0] if fault is None else fault)]
@@ -292,8 +267,8 @@ class _Work:
         self._sequence += 1
         return world
 
-    def _collide(self, batch: Batch, before: Batch | None) -> None:
-        """Find out which rows of a batch the one before asked for, on both sides, and index both."""
+    def _collide(self, batch: Batch, before: Batch | None) -> Indexing:
+        """Find out which rows of a batch the one before asked for, on both sides."""
         splits: list[list[Ints]] = [[], []]  # asked, answered
         bits: list[Bits] = []
         for g, (plan, stamps) in enumerate(zip(batch.groups, self._stamps, strict=True)):
@@ -309,24 +284,25 @@ class _Work:
             packed = _as_tensor(pack_masks(bits, splits[1]))
             answer = self.transport.all_to_all(packed, num_bytes(splits[1]), num_bytes(splits[0])).wait()
             answers = unpack_masks(answer.numpy(), splits[0])
+        for g, plan in enumerate(batch.groups):
+            plan.late = answers[2 * g] if before is not None else None
+        self._last = batch
+        urgent = [] if before is None else list(zip(answers[1::2], bits[1::2], strict=True))
+        return Indexing(batch, before, urgent)
+
+    def index(self, found: Indexing) -> None:
+        """Make what the batch's forward needs, and the backward before it."""
+        batch, before = found.batch, found.before
+        if before is not None:
             upload = Upload(self._device, self._stream)
-            for g, plan in enumerate(batch.groups):
-                plan.late = answers[2 * g]
-                before.groups[g].index_successor(answers[2 * g + 1], bits[2 * g + 1], upload)
+            for plan, bits in zip(before.groups, found.urgent, strict=True):
+                plan.index_successor(*bits, upload)
             upload.send()
             before.successor = upload
-        else:
-            for plan in batch.groups:
-                plan.late = None
-        self._index(batch)
-        self._last = batch
-
-    def _index(self, batch: Batch, *, trains: bool = False) -> None:
-        """Make what the forward needs and, where it is known now that nothing is deferred, the backward."""
         batch.upload = Upload(self._device, self._stream)
         for plan in batch.groups:
             plan.index(batch.upload)
-            if trains:
+            if found.trains:
                 plan.all_gradients(batch.upload)
         batch.upload.send()
 

