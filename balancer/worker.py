@@ -138,6 +138,8 @@ class Worker:
         self._room.release()
         if isinstance(entry, End):
             self.queue.put(entry)  # whoever asks again, from any thread, gets it again
+            # An interpreter that ends while the thread is about to end would end with an abort.
+            self.join(_ENDING_S)
         return entry
 
     def close(self) -> None:
@@ -155,7 +157,7 @@ class Worker:
 
     def run_freely(self) -> None:
         """Leave the rest of the epoch to a thread."""
-        if self._thread is None:
+        if self._thread is None and not self._ended:
             self._thread = threading.Thread(target=self._run_to_the_end, name="freescale-balancer", daemon=True)
             self._thread.start()
 
@@ -206,7 +208,6 @@ class Worker:
                 batches.close()
         except BaseException as caught:
             error = error or caught
-        _live.discard(self)
         self._ended = True
         self.queue.put(End(error, state))
 
@@ -275,7 +276,8 @@ def loop_state(protocol: Protocol, epoch: int, exhausted: bool, source_state: An
 
 
 _NO_MORE = object()
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()
+_ENDING_S = 5.0  # more than a thread needs that has nothing left to do
+_live: weakref.WeakSet[Worker] = weakref.WeakSet()  # a thread keeps its worker until it ends
 _watching = False
 _process_failed = False
 _GRACE_S = 5.0  # for peers to hear why this process ends; they may be waiting for it elsewhere
@@ -301,7 +303,11 @@ def _watch_interpreter() -> None:
 
 
 def _finish() -> None:
-    """Let threads tell their peers that this rank leaves; each wait has a deadline."""
+    """Let threads tell their peers that this rank leaves; each wait has a deadline.
+
+    Threads that have told them and are about to end are waited for too: one that drops its last tensors while the
+    interpreter ends takes the process down with it.
+    """
     workers = list(_live)
     for worker in workers:
         worker.close()
