@@ -16,6 +16,20 @@ from .column import Column, as_bytes
 WEIGHTS = ".weights"
 
 
+def import_torchrec() -> Any:
+    """Import TorchRec, an extra of this package, when it is first needed.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; says what to install.
+    """
+    try:
+        import torchrec
+    except ModuleNotFoundError as error:
+        why = f"TorchRec's tensors need {error.name}, which is not installed"
+        raise ModuleNotFoundError(f"{why}: pip install torchrec (on a CPU machine also fbgemm-gpu-cpu)") from error
+    return torchrec
+
+
 def keyed_tensor(
     columns: Mapping[str, Column],
     weights: Mapping[str, Column],
@@ -27,8 +41,7 @@ def keyed_tensor(
     Raises:
         ValueError: A column is not jagged, or dtypes, trailing shapes or lengths of weights differ.
     """
-    from torchrec import KeyedJaggedTensor
-
+    make_keyed = import_torchrec().KeyedJaggedTensor
     for name, column in columns.items():
         _check_like(name, column, next(iter(columns.values())))
     for name, column in weights.items():
@@ -46,7 +59,7 @@ def keyed_tensor(
         parts["jt_dict"] = {
             name: jagged_tensor(column, weights.get(name), lengths_dtype) for name, column in columns.items()
         }
-    return KeyedJaggedTensor(keys=list(columns), **parts)
+    return make_keyed(keys=list(columns), **parts)
 
 
 def _check_like(name: str, column: Column, first: Column) -> None:
@@ -97,13 +110,12 @@ def jagged_tensor(column: Column, weights: Column | None = None, lengths_dtype: 
     Raises:
         ValueError: The column is not jagged, or the weights have other lengths.
     """
-    from torchrec import JaggedTensor
-
+    make_jagged = import_torchrec().JaggedTensor
     if column.depth != 1:
         raise ValueError(f"a JaggedTensor holds a jagged column, got a {column.spec} one")
     if weights is not None and not torch.equal(weights.lengths, column.lengths):
         raise ValueError("the weights have other lengths than the values")
-    return JaggedTensor(
+    return make_jagged(
         values=column.values,
         weights=None if weights is None else weights.values,
         lengths=column.lengths.to(lengths_dtype),
