@@ -77,6 +77,7 @@ class CopyEngine:
         make_streams: Makes the streams for a device index.
         first_count: Where counts of chunks and meetings begin.
         direct_from: Bytes of a piece from which on "peer" copies it directly.
+        patience_s: See `Meetings`.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class CopyEngine:
         make_streams: Callable[[int], Streams] = CudaStreams,
         first_count: int = 0,
         direct_from: int = DIRECT_FROM,
+        patience_s: float | None = None,
     ) -> None:
+        self._patience_s = patience_s
         self._rank, self._members, self._timeout_s = rank, list(members), timeout_s
         here = self._members.index(rank)
         self._in_order = self._members[here + 1 :] + self._members[:here]
@@ -154,7 +157,8 @@ class CopyEngine:
             self._window_bytes,
             self._make_streams,
             self._first_count,
-            self._direct_from,
+            self._direct_from if self._via == "peer" else DIRECT_FROM,
+            self._patience_s,
         )
 
     def release(self, reason: BaseException | None) -> None:
@@ -181,6 +185,7 @@ class CopyEngine:
             self._via,
             self._window_bytes,
             self._first_count,
+            self._patience_s,
         )
 
     def _look(self) -> bool:

@@ -3,15 +3,17 @@
 Copies within one GPU need multiprocessors, whatever CUDA call makes them; copies between GPUs do not. So a large piece
 goes from the sender's tensor to the receiver's with no slot between. For that a rank must know where the other's
 tensors are, and it does when the other has come to the same exchange before it. Under a lock of the pair, each notes
-where its tensors are and looks whether the other has done so. The first goes on at once: its stream says when its
-tensors are ready. The second enqueues both copies, one to the other's memory and one from it, behind that, and says
-when they are done. No host waits for another.
+where its tensors are and looks whether the other has done so. The first goes on: its stream says when its tensors are
+ready. The second enqueues both copies, one to the other's memory and one from it, behind that, and says when they are
+done. No host waits for another, but for a moment: one GPU takes twice as long for both copies as two GPUs for one each,
+so the first looks for a fraction of that time whether the second comes, and then each enqueues its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +30,12 @@ RING = 64
 NUM_EXPORTS = 512
 _RECORD_WORDS = 8
 _EXPORT_WORDS = 1 + HANDLE_BYTES // 8
-_NUMBER, _SENT, _RECEIVED, _SOURCE, _SOURCE_AT, _TARGET, _TARGET_AT = range(7)
+_NUMBER, _SENT, _RECEIVED, _SOURCE, _SOURCE_AT, _TARGET, _TARGET_AT, _IS_STILL_HERE = range(8)
 _READY, _PUSHED, _PULLED = range(3)
 _NAP_S = 0.0002
+_BYTES_PER_S = 400e9  # of a fast link; a first rank looks for the second for a part of what the copies take
+_PATIENCE = 0.3
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5e-6, 150e-6
 
 
 def book_bytes(num_members: int) -> int:
@@ -45,17 +50,19 @@ class Meeting:
     Attributes:
         peer: The other rank.
         number: Of the meetings of this pair.
-        theirs: The other's record, when it came first, so that this rank copies for both.
+        theirs: The other's record; None when this rank did not see it, so that the other copies for both.
+        both_here: Each copies its own piece.
     """
 
     peer: int
     number: int
     theirs: list[int] | None
+    both_here: bool = False
 
     @property
-    def is_second(self) -> bool:
-        """Whether this rank copies for both."""
-        return self.theirs is not None
+    def is_first(self) -> bool:
+        """Whether the other copies for both."""
+        return self.theirs is None
 
 
 class Meetings:
@@ -69,6 +76,7 @@ class Meetings:
         flags: Where the segment is for the device.
         book_at: Where the records begin, in bytes from the segment's address.
         first: Where meetings are counted from.
+        patience_s: How long a first rank looks for the second; None means a fraction of what the copies take.
     """
 
     def __init__(
@@ -80,7 +88,9 @@ class Meetings:
         flags: int,
         book_at: int,
         first: int,
+        patience_s: float | None = None,
     ) -> None:
+        self._patience_s = patience_s
         self._rank, self._members = rank, list(members)
         self._streams, self._segment, self._flags = streams, segment, flags
         self._me, self._n = self._members.index(rank), len(members)
@@ -111,22 +121,33 @@ class Meetings:
         if not peers:
             return []
         source, target = self._export(exchange.source), self._export(exchange.target)
-        meetings = [self._meet(exchange, peer, source, target, deadline) for peer in peers]
+        begun = [self._come(exchange, peer, source, target, deadline) for peer in peers]
+        self._look_for_seconds([meeting for meeting in begun if meeting.is_first], self._patience(exchange))
+        meetings = [self._settle(exchange, meeting) for meeting in begun]
         for meeting in meetings:
-            if not meeting.is_second:
+            if meeting.is_first or meeting.both_here:
                 self._write(SEND, _READY, meeting)
         for meeting in meetings:
-            if meeting.is_second:
-                self._copy_for_both(exchange, meeting)
+            if not meeting.is_first:
+                self._push(exchange, meeting)
+        for meeting in meetings:
+            if not meeting.is_first and not meeting.both_here:
+                self._pull(exchange, meeting)
         return meetings
+
+    def _patience(self, exchange: Exchange) -> float:
+        if self._patience_s is not None:
+            return self._patience_s
+        size = int(exchange.sent_bytes.sum() + exchange.received_bytes.sum())
+        patience_s = min(_MOST_PATIENCE_S, _PATIENCE * size / _BYTES_PER_S)
+        return patience_s if patience_s > _LEAST_PATIENCE_S else 0.0
 
     def flags_to_wait_for(self, meetings: Sequence[Meeting]) -> list[tuple[int, int]]:
         """Flags, by address, and counts that come when peers have copied for this rank."""
         return [
             (self._flags + self._at(flag, meeting.peer, self._rank), meeting.number + 1)
             for meeting in meetings
-            if not meeting.is_second
-            for flag in (_PUSHED, _PULLED)
+            for flag in ((_PUSHED, _PULLED) if meeting.is_first else (_PUSHED,) if meeting.both_here else ())
         ]
 
     def missing(self, meetings: Sequence[Meeting]) -> list[int]:
@@ -139,7 +160,7 @@ class Meetings:
             for flag in (_READY, _PUSHED, _PULLED):
                 self._segment.write(self._at(flag, peer, self._rank), low(count))
 
-    def _meet(
+    def _come(
         self, exchange: Exchange, peer: int, source: tuple[int, int], target: tuple[int, int], deadline: float
     ) -> Meeting:
         number = self._next[peer]
@@ -149,17 +170,49 @@ class Meetings:
         self._await_room(theirs, number, peer, deadline)
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
         sent_at, received_at = source[1] + int(exchange.sent_at[peer]), target[1] + int(exchange.received_at[peer])
-        with self._segment.locked(min(self._me, other) * self._n + max(self._me, other)):
-            mine[:] = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 0)
+        with self._lock(other):
+            mine[:] = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 1)
             seen: list[int] = theirs.tolist()
         if seen[_NUMBER] != number + 1:
             return Meeting(peer, number, None)
-        if (sent, received) != (seen[_RECEIVED], seen[_SENT]):
+        return Meeting(peer, number, seen, both_here=bool(seen[_IS_STILL_HERE]))
+
+    def _look_for_seconds(self, meetings: Sequence[Meeting], patience_s: float) -> None:
+        """Give those who come at the same time a moment to do so."""
+        if meetings and patience_s:
+            until = time.perf_counter() + patience_s
+            waited_for = [self._places(meeting)[1] for meeting in meetings]
+            numbers = [meeting.number + 1 for meeting in meetings]
+            while time.perf_counter() < until:
+                if all(theirs[_NUMBER] == number for theirs, number in zip(waited_for, numbers, strict=True)):
+                    break
+
+    def _settle(self, exchange: Exchange, meeting: Meeting) -> Meeting:
+        """Decide who copies, for both alike, and compare sizes."""
+        peer, number = meeting.peer, meeting.number
+        if meeting.is_first:
+            mine, theirs = self._places(meeting)
+            with self._lock(self._members.index(peer)):
+                if theirs[_NUMBER] != number + 1:
+                    mine[_IS_STILL_HERE] = 0
+                    return meeting
+                meeting = Meeting(peer, number, theirs.tolist(), both_here=True)
+        assert meeting.theirs is not None, "whoever is not the first has seen the other's record"
+        sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
+        if (sent, received) != (meeting.theirs[_RECEIVED], meeting.theirs[_SENT]):
             raise SizeMismatch(
                 f"rank {self._rank} sends {sent} bytes to rank {peer} and expects {received}, which sends "
-                f"{seen[_SENT]} and expects {seen[_RECEIVED]}"
+                f"{meeting.theirs[_SENT]} and expects {meeting.theirs[_RECEIVED]}"
             )
-        return Meeting(peer, number, seen)
+        return meeting
+
+    def _places(self, meeting: Meeting) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where this rank's and the other's records of a meeting are."""
+        other, at = self._members.index(meeting.peer), meeting.number % RING
+        return self._records[self._me, other, at], self._records[other, self._me, at]
+
+    def _lock(self, other: int) -> AbstractContextManager[None]:
+        return self._segment.locked(min(self._me, other) * self._n + max(self._me, other))
 
     def _await_room(self, theirs: NDArray[np.int64], number: int, peer: int, deadline: float) -> None:
         """A record serves again after RING meetings; before that, the peer must have seen it."""
@@ -169,21 +222,25 @@ class Meetings:
                 raise TransportTimeout(f"rank {peer} is {RING} exchanges behind rank {self._rank}")
             time.sleep(_NAP_S)
 
-    def _copy_for_both(self, exchange: Exchange, meeting: Meeting) -> None:
-        peer, streams = meeting.peer, self._streams
-        other = self._members.index(peer)
-        theirs = meeting.theirs
-        assert theirs is not None, "only the second copies"
-        ready = self._flags + self._at(_READY, peer, self._rank)
-        sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
+    def _push(self, exchange: Exchange, meeting: Meeting) -> None:
+        """Copy this rank's piece to the other's memory."""
+        peer, theirs, streams = meeting.peer, meeting.theirs, self._streams
+        assert theirs is not None, "only who knows where to copies"
+        sent = int(exchange.sent_bytes[peer])
         if sent:
-            to = self._open(other, theirs[_TARGET]) + theirs[_TARGET_AT]
-            streams.wait(SEND, ready, meeting.number + 1)
+            to = self._open(self._members.index(peer), theirs[_TARGET]) + theirs[_TARGET_AT]
+            streams.wait(SEND, self._flags + self._at(_READY, peer, self._rank), meeting.number + 1)
             streams.copy(SEND, to, exchange.source.data_ptr() + int(exchange.sent_at[peer]), sent)
         self._write(SEND, _PUSHED, meeting)
+
+    def _pull(self, exchange: Exchange, meeting: Meeting) -> None:
+        """Copy the other's piece from its memory."""
+        peer, theirs, streams = meeting.peer, meeting.theirs, self._streams
+        assert theirs is not None, "only who knows where from copies"
+        received = int(exchange.received_bytes[peer])
         if received:
-            origin = self._open(other, theirs[_SOURCE]) + theirs[_SOURCE_AT]
-            streams.wait(RECEIVE, ready, meeting.number + 1)
+            origin = self._open(self._members.index(peer), theirs[_SOURCE]) + theirs[_SOURCE_AT]
+            streams.wait(RECEIVE, self._flags + self._at(_READY, peer, self._rank), meeting.number + 1)
             streams.copy(RECEIVE, exchange.target.data_ptr() + int(exchange.received_at[peer]), origin, received)
         self._write(RECEIVE, _PULLED, meeting)
 
@@ -215,11 +272,14 @@ class Meetings:
         return address
 
     def _is_over(self, meeting: Meeting) -> bool:
-        writer, other = (self._rank, meeting.peer) if meeting.is_second else (meeting.peer, self._rank)
-        return all(
-            has_reached(self._segment.read(self._at(flag, writer, other)), meeting.number + 1)
-            for flag in (_PUSHED, _PULLED)
-        )
+        here, there, number = self._rank, meeting.peer, meeting.number + 1
+        if meeting.both_here:
+            return self._shows(_PUSHED, here, there, number) and self._shows(_PUSHED, there, here, number)
+        writer, other = (there, here) if meeting.is_first else (here, there)
+        return self._shows(_PUSHED, writer, other, number) and self._shows(_PULLED, writer, other, number)
+
+    def _shows(self, flag: int, writer: int, other: int, count: int) -> bool:
+        return has_reached(self._segment.read(self._at(flag, writer, other)), count)
 
     def _write(self, stream: int, flag: int, meeting: Meeting) -> None:
         self._streams.write(stream, self._flags + self._at(flag, self._rank, meeting.peer), meeting.number + 1)

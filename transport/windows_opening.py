@@ -60,6 +60,7 @@ def open_windows(
     via: str,
     window_bytes: int,
     first_count: int,
+    patience_s: float | None = None,
 ) -> tuple[Windows, Meetings]:
     """Make the slots between the members of this host; collective over all ranks of the lane.
 
@@ -71,6 +72,7 @@ def open_windows(
         via: "peer" (slots are for small pieces) or "segment".
         window_bytes: Most memory of a rank.
         first_count: Where counts begin.
+        patience_s: See `Meetings`.
 
     Raises:
         Unavailable: Members are on different hosts, or cannot share memory.
@@ -90,7 +92,7 @@ def open_windows(
         streams = make_streams()
         streams.use()
     making.make_segment()
-    made = making.make_windows(streams)
+    made = making.make_windows(streams, patience_s)
     _kinds[id(made[0])] = kind
     return made
 
@@ -160,7 +162,7 @@ class _Making:
             if leads and self._segment is not None:
                 self._segment.unlink()
 
-    def make_windows(self, streams: Streams) -> tuple[Windows, Meetings]:
+    def make_windows(self, streams: Streams, patience_s: float | None) -> tuple[Windows, Meetings]:
         """Register the segment, set the counts."""
         lane, segment = self._lane, self._segment
         assert segment is not None, "the segment is made first"
@@ -186,7 +188,9 @@ class _Making:
             self._sending,
         )
         windows.start_counts_at(self._first_count)
-        meetings = Meetings(lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count)
+        meetings = Meetings(
+            lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count, patience_s
+        )
         with _together(lane):  # all flags are set
             pass
         return windows, meetings

@@ -16,7 +16,7 @@ from torch import Tensor
 from freescale.transport import CopyOptions, Pending, Transport, connect
 from freescale.transport.copy_engine import CopyEngine, Via
 from freescale.transport.device_wire import DeviceWire, Engine
-from freescale.transport.exchange import Exchange, Splits
+from freescale.transport.exchange import Exchange, Splits, plan_all_to_all
 from freescale.transport.hosts import Hosts, HostsEngine
 from freescale.transport.lane import HostTransport
 from freescale.transport.staging import StagingEngine
@@ -79,7 +79,20 @@ class OnDevice(HostTransport):
     def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         made = super().channel(name, check_sizes)
         assert isinstance(made, HostTransport)
+        make_ready(made, self.stream.device)
         return OnDevice(made, self.stream.device)
+
+
+def make_ready(lane: HostTransport, device: torch.device) -> None:
+    """Let the engine make what it needs: registering memory waits for streams, which may wait for other threads."""
+    wire, ones = lane._wire, [1] * lane.world_size
+    assert isinstance(wire, DeviceWire)
+    rows = torch.zeros(lane.world_size, device=device)
+    exchange = plan_all_to_all(lane.rank, lane.world_size, rows, ones, ones, None, ("cuda",))
+    wire._engine.begin(exchange, 0, wire._meet)
+    assert exchange.join is not None
+    exchange.join()
+    torch.cuda.synchronize(device)
 
 
 class Back(Pending):
@@ -116,7 +129,9 @@ def threads_engine(name: str, rank: int, world_size: int, timeout_s: float) -> E
     hosts = Hosts(tuple(int(name == "hosts" and peer >= world_size // 2) for peer in range(world_size)))
     via: Via = "segment" if name == "segment" else "peer"
     members = hosts.members(hosts.hosts[rank])
-    inside = CopyEngine(rank, members, timeout_s, via, SMALL_WINDOW, make, first_count=2**32 - 5, direct_from=16)
+    inside = CopyEngine(
+        rank, members, timeout_s, via, SMALL_WINDOW, make, first_count=2**32 - 5, direct_from=16, patience_s=0.0005
+    )
     return HostsEngine(rank, hosts, inside, staging) if name == "hosts" else inside
 
 

@@ -71,7 +71,7 @@ def main(name: str, how: str) -> None:
     transport = connect("process_group", timeout_s=3.0)
     assert isinstance(transport, HostTransport)
     rank, timeout_s = transport.rank, 2.0 if how == "late" else 30.0
-    engine = threads_engine(name, rank, 2, timeout_s)
+    engine: Engine = threads_engine(name, rank, 2, timeout_s)
     wire = DeviceWire(transport._wire, engine, rank, 2, 3.0 if name == "staged" else timeout_s)
     first = begin(engine, wire, rank, torch.tensor([10 * rank, 10 * rank + 1]), [1, 1])
     assert first.join is not None

@@ -1,0 +1,132 @@
+"""Who copies for whom when two ranks meet: the later one for both, or each for itself when both are there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from freescale.transport import SizeMismatch, TransportTimeout
+from freescale.transport.cuda_streams import HANDLE_BYTES
+from freescale.transport.exchange import Exchange, plan_all_to_all
+from freescale.transport.meetings import RING, Meeting, Meetings, book_bytes
+from freescale.transport.segment import FOLDER, Segment
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="there is no /dev/shm")
+
+
+class Noted:
+    """Notes what is enqueued, and does nothing."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+
+    def on_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def use(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def adopt(self, exchange: Exchange, sends: bool = True) -> None: ...
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        self.copies.append((target, source, size))
+
+    def wait(self, stream: int, address: int, count: int) -> None: ...
+
+    def write(self, stream: int, address: int, count: int) -> None: ...
+
+    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
+        return lambda: None
+
+    def identify(self, address: int) -> tuple[object, int]:
+        return "all", 0
+
+    def export(self, base: int) -> bytes:
+        return bytes(HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        return 0
+
+    def register(self, address: int, size: int) -> int:
+        return address
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+class Rank:
+    def __init__(self, rank: int, segment: Segment, first: int, patience_s: float) -> None:
+        self.rank, self.streams = rank, Noted()
+        self.meetings = Meetings(rank, [0, 1], self.streams, segment, 0, segment.data_at, first, patience_s)
+        self.exchange = self.plan([1, 3] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [3, 1])
+
+    def plan(self, sent: list[int], received: list[int]) -> Exchange:
+        return plan_all_to_all(self.rank, 2, torch.zeros(sum(sent)), sent, received, None)
+
+    def come(self, deadline_s: float = 1.0) -> Meeting:
+        (meeting,) = self.meetings.enqueue(self.exchange, [1 - self.rank], time.monotonic() + deadline_s)
+        return meeting
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.create(2, 0, book_bytes(2))
+    yield made
+    made.unlink()
+
+
+def piece(sender: Rank, receiver: Rank) -> tuple[int, int, int]:
+    """The copy that brings a piece from one tensor to the other."""
+    source = sender.exchange.source.data_ptr() + int(sender.exchange.sent_at[receiver.rank])
+    target = receiver.exchange.target.data_ptr() + int(receiver.exchange.received_at[sender.rank])
+    return target, source, int(sender.exchange.sent_bytes[receiver.rank])
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_the_later_rank_copies_both_pieces(segment: Segment, earlier: int) -> None:
+    ranks = [Rank(rank, segment, 2**32 - 2, 0.0) for rank in range(2)]
+    first, second = ranks[earlier], ranks[1 - earlier]
+    for _ in range(5):
+        assert first.come().is_first
+        assert not second.come().is_first
+        assert first.streams.copies == []
+        assert second.streams.copies == [piece(second, first), piece(first, second)]
+        second.streams.copies.clear()
+
+
+def test_ranks_that_come_together_copy_a_piece_each(segment: Segment) -> None:
+    ranks = [Rank(rank, segment, 0, 5.0) for rank in range(2)]
+    met: list[Meeting] = []
+    waiting = threading.Thread(target=lambda: met.append(ranks[0].come()), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    assert ranks[1].come().both_here
+    waiting.join(5)
+    assert met[0].both_here
+    assert ranks[0].streams.copies == [piece(ranks[0], ranks[1])]
+    assert ranks[1].streams.copies == [piece(ranks[1], ranks[0])]
+
+
+def test_sizes_that_differ_are_an_error_and_nothing_is_copied(segment: Segment) -> None:
+    ranks = [Rank(rank, segment, 0, 0.0) for rank in range(2)]
+    ranks[0].come()
+    ranks[1].exchange = ranks[1].plan([2, 1], [4, 1])
+    text = "rank 1 sends 8 bytes to rank 0 and expects 16, which sends 12 and expects 8"
+    with pytest.raises(SizeMismatch, match=text):
+        ranks[1].come()
+    assert ranks[1].streams.copies == []
+
+
+def test_a_rank_far_ahead_waits_for_the_other_until_the_deadline(segment: Segment) -> None:
+    ranks = [Rank(rank, segment, 7, 0.0) for rank in range(2)]
+    for _ in range(RING):
+        ranks[0].come()
+    with pytest.raises(TransportTimeout, match=f"rank 1 is {RING} exchanges behind rank 0"):
+        ranks[0].come(deadline_s=0.05)
