@@ -354,6 +354,9 @@ def _memory(report: Report) -> list[str]:
     lines = []
     for each in report.of_kind("memory", rank=0):
         steps, device, host = zip(*each["allocated"], strict=True)
+        if steps[-1] == 0:
+            lines.append("no time to watch memory")
+            continue
         lines.append(
             f"memory over {steps[-1]:,} steps of ours: device from {device[0] / 1e6:,.1f} MB to "
             f"{device[-1] / 1e6:,.1f} MB (largest {max(device) / 1e6:,.1f}), process from {host[0] / 1e6:,.0f} MB to "

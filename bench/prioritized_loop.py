@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .embedding_batch import Batch, Feed
 
-_AHEAD = 2  # batches whose ids are on their way while one is trained on
+_AHEAD = 4  # batches whose ids are on their way while one is trained on: the id plane works on several at once
 
 
 class PrioritizedLoop:
