@@ -74,6 +74,7 @@ def column_from_arrow(name: str, data: Any, fill_value: FillValue = None) -> Col
 
 def _column(name: str, array: Any, fill: FillValue) -> Column:
     kind = array.type
+    _refuse_damage(name, array)
     if isinstance(kind, pa.BaseExtensionType):
         return _extension(name, array, fill)
     if pa.types.is_dictionary(kind):
@@ -83,7 +84,7 @@ def _column(name: str, array: Any, fill: FillValue) -> Column:
     if _is_list(kind):
         return _list(name, array, fill)
     if _is_text(kind):
-        return _text(array, fill)
+        return _text(name, array, fill)
     if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):
         return _primitive(name, array, torch.uint8, fill, width=kind.byte_width)
     if pa.types.is_boolean(kind):
@@ -95,6 +96,17 @@ def _column(name: str, array: Any, fill: FillValue) -> Column:
     if kind in _DTYPES:
         return _primitive(name, array, _DTYPES[kind], fill)
     raise ValueError(f"column {name!r} is of Arrow type {kind}; {_what_to_do(kind)}")
+
+
+def _refuse_damage(name: str, array: Any) -> None:
+    """Refuse offsets that lead out of the buffers: Arrow itself follows them. In full where they come in any order."""
+    kind = array.type
+    views = ("is_list_view", "is_large_list_view", "is_string_view", "is_binary_view")
+    anyhow = pa.types.is_dictionary(kind) or any(getattr(pa.types, check)(kind) for check in views)
+    try:
+        array.validate(full=anyhow)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"column {name!r} is no valid Arrow data: {error}") from error
 
 
 def _what_to_do(kind: Any) -> str:
@@ -174,10 +186,15 @@ def _list(name: str, array: Any, fill: FillValue) -> Column:
         lengths = np.asarray(array.sizes).astype(np.int64)
     else:
         lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
+        if len(lengths) and lengths.min() < 0:
+            raise ValueError(f"column {name!r} is no valid Arrow data: offsets of row {lengths.argmin()} decrease")
     if array.null_count:
         lengths[_nulls(array)] = 0
-    # flatten() follows slices and leaves out what lies under null lists, which may be anything
-    return _nested(name, lengths, lambda: _column(name, array.flatten(), fill))
+    # flatten() follows slices and leaves out what lies under null lists, which may be anything. Without rows it goes
+    # where the one offset says, which nobody has checked.
+    return _nested(
+        name, lengths, lambda: _column(name, array.flatten() if len(array) else array.values.slice(0, 0), fill)
+    )
 
 
 def _nested(name: str, lengths: np.ndarray[Any, Any], make_items: Callable[[], Column]) -> Column:
@@ -209,7 +226,7 @@ def _fixed_size_list(name: str, array: Any, fill: FillValue) -> Column:
     return Column(values.view(n, size, *values.shape[1:]))
 
 
-def _text(array: Any, fill: FillValue) -> Column:
+def _text(name: str, array: Any, fill: FillValue) -> Column:
     if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
         array = array.cast(pa.large_binary())
     if array.null_count:
@@ -223,6 +240,10 @@ def _text(array: Any, fill: FillValue) -> Column:
         return Column(torch.empty(0, dtype=torch.uint8), (torch.zeros(len(array), dtype=torch.int64),))
     offsets = _tensor(offsets_buffer, torch.int64 if wide else torch.int32, array.offset, len(array) + 1)
     first, last = int(offsets[0]), int(offsets[-1])
+    if bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"column {name!r} is no valid Arrow data: offsets of row {int(offsets.diff().argmin())} decrease"
+        )
     return Column(_tensor(data, torch.uint8, first, last - first), (offsets.diff().to(torch.int64),))
 
 

@@ -37,7 +37,7 @@ _FIELDS = (
 _HEADER_WORDS = len(_FIELDS)
 UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
 _BASE_WORDS = 3  # gathered columns follow
-MAX_BATCH_SIZE = 1 << 24
+MAX_BATCH_SIZE = 1 << 20  # of a rank: what one says decides how much memory all take for a message
 _LARGEST = 1 << 48  # of a length, and of the bytes of a sample
 
 
