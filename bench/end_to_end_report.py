@@ -185,13 +185,17 @@ def _verdict(ours: Row, theirs: Row) -> str:
     if theirs.bubble / theirs.traced < _WORTH:
         outcome = "met" if longer <= _LITTLE else "missed"
         return f"{step}; little to gain (bubble {theirs.bubble_percentage:.1f} %), at most 1 % longer: {outcome}"
-    less = 100 * (1 - ours.waiting / theirs.waiting) if theirs.waiting else 0.0
     cut = 1 - ours.bubble / theirs.bubble
     outcome = "met" if cut >= 0.9 else "missed"
     return (
-        f"{step}; bubble {theirs.bubble:.2f} -> {ours.bubble:.2f} ms, {100 * cut:.0f} % less (90 %: {outcome}), of it "
-        f"waiting for ranks and their data {theirs.waiting:.2f} -> {ours.waiting:.2f} ms, {less:.0f} % less"
+        f"{step}; bubble {theirs.bubble:.2f} -> {ours.bubble:.2f} ms{_less(theirs.bubble, ours.bubble)} "
+        f"(90 %: {outcome}), of it waiting for ranks and their data {theirs.waiting:.2f} -> {ours.waiting:.2f} ms"
+        f"{_less(theirs.waiting, ours.waiting)}"
     )
+
+
+def _less(before: float, after: float) -> str:
+    return f", {100 * (1 - after / before):.0f} % less" if 0 < after < before else ""
 
 
 def faults(found: list[dict[str, Any]]) -> list[str]:
