@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := -qq
 READY := $(VENV)/.ready
 
-.PHONY: demo report test test-long lint clean
+.PHONY: demo report docs test test-long lint clean
 
 demo: $(READY)
 	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -30,6 +30,10 @@ test: $(READY) lint
 # The whole fault campaign, under mpiexec too, and other tests that take minutes
 test-long: $(READY)
 	$(VENV)/bin/pytest --long -m long
+
+# The API reference from the docstrings, out/reference/freescale.html; any warning is an error
+docs: $(READY)
+	$(VENV)/bin/python docs/build_reference.py out/reference
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

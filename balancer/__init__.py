@@ -69,4 +69,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .batches import parquet
 
-    return getattr(parquet, name)
+    globals()[name] = getattr(parquet, name)
+    return globals()[name]
