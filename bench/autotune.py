@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ..balancer.partitioners.cost import CostModel
 from ..balancer.partitioners.partition import greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples
+from .arguments import output_file, output_folder
 from .environment import environment
 from .lengths import length_source
 from .tables import Table, print_table, write_result
@@ -108,7 +109,7 @@ PARTITIONERS: dict[str, Callable[[], Partitioner]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Returns the exit status: 0; argparse ends a mistake with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.autotune",
         description="Simulate a cluster with one slow rank and seconds that arrive late; print how even times become.",
@@ -119,7 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=150, help="at least 101; the last 100 are judged (default 150)")
     parser.add_argument("--slowness", type=float, default=1.3, help="of one rank (default 1.3)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
     if options.steps < 101 or options.slowness <= 0 or min(options.delays) < 0:
         parser.error("--steps must be at least 101, --slowness positive and --delays not negative")
@@ -127,6 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     tables = [_simulate(options, square, console) for square in (0.0, 1e-4)]
     for table in tables:
         print_table(table, console)
+    if options.json is not None:
+        found = [{"title": table.title, "columns": list(table.columns), "rows": table.rows} for table in tables]
+        options.json.write_text(json.dumps({"environment": environment(), "tables": found}, indent=1) + "\n")
     if options.results is not None:
         path = write_result(options.results, "autotune", "Autotune with a slow rank", environment(), tables)
         console.print(f"written to {path}")

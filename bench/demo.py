@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .demo_data import checked_metadata, choose_columns, in_row_groups
 from .demo_rank import Settings
 from .demo_report import (
@@ -125,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--label", metavar="COLUMN", help="over 0 for what was taken: as long as the candidates, or one a row")
     add("--columns", metavar="A,B,…", help="columns to read (default: all that can be)")
     add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
-    add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
     return parser
 

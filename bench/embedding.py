@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .embedding_launches import Launcher, read_traces
 from .embedding_report import LEGEND, Report, faults, found_checks, notes, tables
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
@@ -128,10 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--unchecked", action="store_true", help="neither compare weights nor look for waits: after a run that did")
     add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
-    add("--plot", type=Path, metavar="FILE", help="draw exposed traffic, as in Figure 9")
-    add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
+    add("--plot", type=output_file, metavar="FILE", help="draw exposed traffic, as in Figure 9")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
     add("--read", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing: report on what --json wrote")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file and picture")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
 

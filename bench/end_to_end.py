@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .embedding_launches import Launcher, read_traces
 from .embedding_settings import LINKS, Sizes
 from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verdicts
@@ -102,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--all-threads", action="store_true", help="traces show the balancer's thread too, and cost more")
     add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
-    add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file and picture")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file
 from .environment import environment
 from .histories import Histories, read_histories
 from .inspection import Finding, inspect_histories
@@ -34,13 +34,13 @@ _MOST_IDS, _MOST_ITEMS = 40_000_000, 100_000_000  # so that it takes seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     try:
         _run(options, Console())
     except ValueError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+        return 2
     return 0
 
 
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=count, default=8, metavar="N", help="global batches to look at, at most (default 8)")
     add("--shuffle", action="store_true", help="draw rows at random, as a shuffling DataLoader; else in file order")
     add("--seed", type=int, default=0, help="of --shuffle (default 0)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw it (needs matplotlib)")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     return parser
 
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from .arguments import output_file, output_folder
 from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
 from .kernel_cases import ways as ways_of
 from .kernel_report import Outcome, Report
@@ -119,14 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--no-loop", action="store_true", help="leave out the loops, which take most of the time")
     add("--minutes", type=float, default=math.inf, metavar="M", help="start no case later (default: no limit)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=Path, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.quick:
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         _run(options, Console())
     except ValueError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+        return 2
     return 0
 
 

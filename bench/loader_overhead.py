@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
@@ -70,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
     add("--blocks", type=at_least_one, default=30, help="blocks of either kind (default 30)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="default mpi")
-    add("--json", type=Path, metavar="FILE", help="write every step's time to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write every step's time to a file")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

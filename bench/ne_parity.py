@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .demo_data import choose_columns
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch, tracebacks
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.ne_parity",
         description="Train an epoch in four ways that should make no difference, and compare normalized entropies.",
+        epilog="example: python -m freescale.bench.ne_parity --data clicks.parquet --ranks 4 --plot out/curves.png",
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="Parquet, with a label")
@@ -76,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--uih", help="column of the history (default: guessed, as by bench.demo)")
     add("--label", help="column of the label (default: guessed)")
     add("--candidates", help="column of the candidates (default: guessed)")
-    add("--plot", type=Path, metavar="FILE", help="draw the curves")
-    add("--json", type=Path, metavar="FILE", help="write everything measured to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file and picture")
+    add("--plot", type=output_file, metavar="FILE", help="draw the curves")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
 
@@ -104,7 +105,10 @@ def _train(settings: Settings, world_size: int, console: Console) -> Runs:
         read_parquet(settings.data, settings.batch_size, rank=r, world_size=world_size) for r in range(world_size)
     ]
     steps = min(max(len(loader) for loader in loaders), settings.num_steps or sys.maxsize)
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(console=console, disable=not console.is_terminal, transient=True) as progress,
+    ):
         path = Path(folder) / "settings.json"
         settings.save(path)
         task = progress.add_task("training", total=steps * len(WAYS))

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..balancer.batches.batch import Column, JaggedBatch
 from ..balancer.protocol.payload import Sections, message_bytes, pack
 from ..balancer.protocol.schema import Schema
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .environment import environment
 from .tables import Table, print_table, write_result
 
@@ -72,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=at_least_one, default=25, help="times each is done (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and destinations (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()

@@ -23,7 +23,7 @@ from ..balancer.partitioners.constraints import grouped
 from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples, validate_plan
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source
@@ -68,14 +68,14 @@ class Outcome:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         _run(options, Console())
     except ValueError as error:
         errors.print(f"error: {error}", markup=False)
-        return 1
+        return 2
     return 0
 
 
@@ -105,9 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=at_least_one, default=5, metavar="N", help="times each plan is made and timed (default 5)")
     add("--seed", type=int, default=0, help="of the draw of lengths (default 0)")
     add("--no-reference", action="store_true", help="leave out Karmarkar-Karp, which is slow")
-    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=Path, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

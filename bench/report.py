@@ -36,7 +36,7 @@ The page holds its pictures and opens without anything beside it; PNGs and JSON 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 if a part failed or the page could not be written."""
+    """Run the command. Returns the exit status: 0, 1 if a part failed, or 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.report",
         description="Answer the paper's questions on this machine, and write one self-contained page.",
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(options, console)
     except (ValueError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+        return 2
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .compute_fit import COMPUTE_PATTERN, RESULTS, ComputeFit
 from .environment import environment
 from .simulate_check import compare
@@ -51,13 +51,13 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     try:
         _run(options, Console())
     except ValueError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+        return 2
     return 0
 
 
@@ -92,10 +92,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON of bench.embedding to compare with first",
     )
-    add("--trace", type=Path, metavar="FILE.json", help="write the steps of the smallest and largest run for Perfetto")
-    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the figures (needs matplotlib)")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add(
+        "--trace",
+        type=output_file,
+        metavar="FILE.json",
+        help="write the smallest and largest run for Perfetto",
+    )
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

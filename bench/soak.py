@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
 from .soak_rank import Settings
@@ -129,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--epoch-steps", type=at_least_one, default=500, help="batches of rank 0 in an epoch (default 500)")
     add("--looks", type=at_least_one, default=100, help="how often ranks look at themselves (default 100)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="default mpi")
-    add("--json", type=Path, metavar="FILE", help="write every look to a file")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write every look to a file")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

@@ -20,7 +20,11 @@ from .trace_timeline import read_events, step_times
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 when a trace cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m freescale.bench.straggler_trace", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.straggler_trace",
+        description="Tell a step's time on average, and what every single step computed, from a Kineto trace a rank.",
+        epilog="example: python -m freescale.bench.straggler_trace rank0.json.gz rank1.json.gz",
+    )
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of torch.profiler, one a rank")
     parser.add_argument("--json", action="store_true", help="one line of JSON a trace (there is no other form)")
     options = parser.parse_args(arguments)

@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.trace_report",
         description="Divide the steps of a Kineto trace into compute, exposed traffic by kind, and waits of the host.",
+        epilog="example: python -m freescale.bench.trace_report rank0.json.gz rank1.json.gz --skip-first 3",
     )
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of torch.profiler, one a rank")
     parser.add_argument("--skip-first", type=int, default=2, help="steps left out at the start (default 2)")

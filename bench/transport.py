@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .arguments import output_file, output_folder
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
@@ -61,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit-s", type=float, metavar="S", default=600.0, help="begin no measurement after so many seconds")
     add("--quick", action="store_true", help="two sequence lengths, one width, few sizes")
     add("--no-contention", action="store_true", help="latency and bandwidth alone")
-    add("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=Path, metavar="FILE.png", help="draw slowdowns, as the paper's Figure 10")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw slowdowns, as the paper's Figure 10")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

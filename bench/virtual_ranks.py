@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one
+from .arguments import at_least_one, output_file, output_folder
 from .compute_fit import ComputeFit
 from .environment import environment
 from .lengths import length_source
@@ -42,13 +42,13 @@ _SCALES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     try:
         _run(options, Console())
     except ValueError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+        return 2
     return 0
 
 
@@ -79,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=count, metavar="N", help="layers of the model (default 1: more take longer alike)")
     add("--budget-s", type=float, default=120.0, metavar="S", help="begin no point that would end later (default 120)")
     add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
-    add("--json", type=Path, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the figures (needs matplotlib)")
-    add("--results", type=Path, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
+    add("--json", type=output_file, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
 

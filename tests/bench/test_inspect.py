@@ -177,7 +177,7 @@ def test_rows_that_recur_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_bad_columns_are_errors_that_say_what_there_is(
     parquet: Path, column: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect.main([f"{parquet}{column}"]) == 1
+    assert inspect.main([f"{parquet}{column}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -196,7 +196,7 @@ def test_bad_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         f"{tmp_path}/none.parquet:uih": "there are no rows",
     }
     for source, message in expected.items():
-        assert inspect.main([source]) == 1
+        assert inspect.main([source]) == 2
         assert message in capsys.readouterr().err, source
 
 

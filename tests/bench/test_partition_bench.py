@@ -77,9 +77,9 @@ def test_a_users_partitioner_is_found_and_a_raising_one_is_an_error(
     few = ["--world-size", "4", "--batch-size", "8", "--no-reference", "--repeats", "1"]
     assert partition.main([*few, "--partitioner", "mine_for_bench:backwards"]) == 0
     assert "mine_for_bench:backwards" in capsys.readouterr().out
-    assert partition.main([*few, "--partitioner", "mine_for_bench:broken"]) == 1
+    assert partition.main([*few, "--partitioner", "mine_for_bench:broken"]) == 2
     assert "error: mine_for_bench:broken: KeyError: 'oh'" in capsys.readouterr().err
-    assert partition.main([*few, "--partitioner", "mine_for_bench:random"]) == 1
+    assert partition.main([*few, "--partitioner", "mine_for_bench:random"]) == 2
     assert "gave two plans for one batch" in capsys.readouterr().err
 
 
@@ -196,20 +196,10 @@ def test_bad_lengths_are_errors_without_a_traceback(
         "zipf:exponent=1": "exponent must be greater than 1",
     }
     for text, message in expected.items():
-        assert partition.main(["--lengths", text, "--world-size", "2"]) == 1
+        assert partition.main(["--lengths", text, "--world-size", "2"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: "), text
         assert message in error, text
-
-
-def test_files_that_cannot_be_written_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--world-size", "2", "--batch-size", "4", "--no-reference", "--repeats", "1"]
-    for option in ("--json", "--plot"):
-        assert partition.main([*few, option, str(tmp_path / "missing" / "file.png")]) == 1
-        assert "error: cannot write" in capsys.readouterr().err
-    (tmp_path / "a_file").write_text("")
-    assert partition.main([*few, "--results", str(tmp_path / "a_file")]) == 1
-    assert "error: cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--world-size", "0"], ["--batch-size", "x"], ["--repeats", "-1"], ["--nonsense"]])

@@ -160,5 +160,5 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     page = (tmp_path / "out" / "index.html").read_text()
     assert "it needs data (--data path.parquet:column)" in page
     assert "Earlier results" in page
-    assert report.main(["--output", str(tmp_path / "out"), "--only", "nonsense"]) == 1
+    assert report.main(["--output", str(tmp_path / "out"), "--only", "nonsense"]) == 2
     assert "error: --only must name" in capsys.readouterr().err

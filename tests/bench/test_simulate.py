@@ -422,7 +422,7 @@ def test_mistakes_are_errors_without_a_traceback(
         ([*given_options, "--contention", "-1"], "--contention must be in"),
         ([*given_options, "--check", str(other)], "is not what bench.embedding or bench.end_to_end writes"),
     ):
-        assert simulate.main(arguments) == 1
+        assert simulate.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert message in error

@@ -150,5 +150,5 @@ def test_a_budget_that_is_spent_leaves_points_out_and_says_so(capsys: pytest.Cap
     ],
 )
 def test_mistakes_are_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert virtual_ranks.main(["--device", "cpu", *arguments]) == 1
+    assert virtual_ranks.main(["--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""All commands of bench behave alike: help with an example, figures in a file, statuses, one line for a mistake."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+STARTED_BY_OTHERS = {
+    "demo_rank",
+    "embedding_fork",
+    "loader_overhead_rank",
+    "ne_parity_rank",
+    "transport_rank",
+    "soak_rank",
+}
+NO_COMMAND = {"environment"}  # it looks for the module `__main__`, and is none
+COMMANDS = sorted(
+    {path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text()} - STARTED_BY_OTHERS - NO_COMMAND
+)
+WITHOUT_JSON = {"report"}  # it writes a folder, with the figures of its parts
+READ_ONLY = {"report", "straggler_trace", "trace_report"}
+
+MISTAKES = [
+    ("autotune", ["--steps", "3"], "--steps must be at least 101"),
+    ("collisions", ["--ids", "{missing}.parquet:page"], "missing.parquet"),
+    ("demo", ["{missing}.parquet"], "missing.parquet"),
+    ("embedding", ["--device", "cpu", "--read", "{missing}.json"], "missing.json"),
+    ("end_to_end", ["--device", "cpu", "--ratio", "101"], "--ratio must be from 0 to 100, got 101"),
+    ("inspect", ["{missing}.parquet:page"], "missing.parquet"),
+    ("inspect", ["{data}:nothing"], "it has"),
+    ("kernels", ["--operation", "sort"], "invalid choice: 'sort'"),
+    ("loader_overhead", ["--blocks", "0"], "must be an integer of at least 1, got '0'"),
+    ("ne_parity", ["--data", "{missing}.parquet"], "missing.parquet"),
+    ("packing", ["--mean", "-1"], "must be an integer of at least 1, got '-1'"),
+    ("partition", ["--lengths", "{missing}"], "missing"),
+    ("partition", ["--partitioner", "nothing_here:at_all"], "nothing_here"),
+    ("report", ["--only", "nonsense"], "--only must name some of"),
+    ("simulate", ["--compute", "{missing}.json"], "missing.json"),
+    ("soak", ["--ranks", "0"], "'0'"),
+    ("straggler_trace", ["{missing}.json"], "missing.json"),
+    ("trace_report", ["{missing}.json"], "missing.json"),
+    ("transport", ["--sizes", "many"], "invalid int value: 'many'"),
+    ("virtual_ranks", ["--device", "cpu", "--length-scale", "0"], "--length-scale must be over 0"),
+]
+
+
+def run(command: str, arguments: list[str]) -> Any:
+    """The exit status of a command, whichever way it ends."""
+    try:
+        return importlib.import_module(f"freescale.bench.{command}").main(arguments)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_every_command_has_a_mistake_in_the_table() -> None:
+    assert {command for command, _, _ in MISTAKES} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_says_how_to_keep_the_figures(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, ["--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"usage: python -m freescale.bench.{command} " in said
+    assert f"python -m freescale.bench.{command}" in said.partition("example")[2]
+    assert command in WITHOUT_JSON or "--json" in said
+
+
+@pytest.mark.parametrize(("command", "arguments", "message"), MISTAKES)
+def test_a_mistake_ends_with_status_2_and_one_line_that_says_what(
+    command: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"page": [[1], [2, 3]]}), tmp_path / "data.parquet")
+    places = {"missing": tmp_path / "missing", "data": tmp_path / "data.parquet"}
+    assert run(command, [each.format(**places) for each in arguments]) == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert "error: " in last
+    assert message in last
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - READ_ONLY))
+def test_a_place_that_cannot_be_written_is_a_mistake_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_file").write_text("")
+    assert run(command, ["--json", str(tmp_path / "a_file" / "found.json")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+    assert run(command, ["--json", str(tmp_path)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_folder_for_results_is_made(tmp_path: Path) -> None:
+    few = ["--world-size", "2", "--batch-size", "4", "--no-reference", "--repeats", "1"]
+    assert run("partition", [*few, "--json", str(tmp_path / "new" / "found.json")]) == 0
+    assert (tmp_path / "new" / "found.json").stat().st_size > 100
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_there_is_a_progress_bar_on_a_terminal_and_none_in_a_log(terminal: bool) -> None:
+    command = [sys.executable, "-m", "freescale.bench.partition", "--world-size", "2", "--no-reference"]
+    environment = os.environ | ({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"} if terminal else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    assert ("\x1b[" in done.stdout) == terminal
