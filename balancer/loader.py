@@ -323,7 +323,7 @@ class BalancedLoader(Generic[T]):
         missing = set(self._fresh_state()) - set(state)
         if missing:
             raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
-        for name in ("step", "epoch", "dropped_samples"):
+        for name in ("step", "epoch", "dropped_samples", "rank", "world_size"):
             if type(state[name]) is not int or not 0 <= state[name] < 1 << 62:
                 raise ValueError(f"state: {name} must be an integer of at least 0, got {state[name]!r}")
         if type(state["exhausted"]) is not bool:

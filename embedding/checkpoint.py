@@ -95,20 +95,47 @@ def load_optimizer(engine: Engine, saved: dict[str, Any]) -> None:
     Raises:
         ValueError: Other tables, states or groups than those here.
     """
+    _refuse_other_states(engine, saved)
     engine.reset()
-    if set(saved["state"]) != set(engine.table_of):
-        raise ValueError(f"state must be of tables {sorted(engine.table_of)}, got {sorted(saved['state'])}")
     for table, (group, _) in engine.table_of.items():
         given = dict(saved["state"][table])
         engine.shards[group].step = int(given.pop("step"))
-        expected = set(engine.shards[group].states)
-        if set(given) != expected:
-            raise ValueError(f"state of table '{table}' must have {sorted(expected)}, got {sorted(given)}")
         for name, value in given.items():
             load(engine, table, name, value)
     settings = {table: each for each in saved["param_groups"] for table in each["params"]}
     for members in engine.optimizer.param_groups:
         members.update({key: value for key, value in settings[members["names"][0]].items() if key != "params"})
+
+
+def _refuse_other_states(engine: Engine, saved: Any) -> None:
+    """Raise unless it is of these tables and groups: files come from anywhere. Shapes are checked when tensors load."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
+        raise ValueError("state must come from state_dict() of a fused optimizer: it lacks a dict 'state'")
+    states, groups = saved["state"], saved.get("param_groups")
+    if set(states) != set(engine.table_of):
+        raise ValueError(f"state must be of tables {sorted(engine.table_of)}, got {sorted(map(str, states))}")
+    for table, (group, _) in engine.table_of.items():
+        given, expected = states[table], {*engine.shards[group].states, "step"}
+        if not isinstance(given, dict) or set(given) != expected:
+            found = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
+            raise ValueError(
+                f"state of table '{table}' must have {sorted(expected - {'step'})} and a step, got {found}"
+            )
+        if not all(isinstance(value, Tensor) or name == "step" for name, value in given.items()):
+            raise ValueError(f"state of table '{table}' must hold tensors")
+        step = given["step"]
+        if not (isinstance(step, int) or (isinstance(step, Tensor) and step.numel() == 1)) or int(step) < 0:
+            raise ValueError(f"step of table '{table}' must be an integer of at least 0, got {step!r}")
+    if not isinstance(groups, list) or not all(isinstance(one, dict) and "params" in one for one in groups):
+        raise ValueError("param_groups of the state must be a list of dicts with 'params'")
+    named = {table: one for one in groups if isinstance(one["params"], list) for table in map(str, one["params"])}
+    for members in engine.optimizer.param_groups:
+        first = members["names"][0]
+        if first not in named:
+            raise ValueError(f"param_groups of the state must name table '{first}'")
+        for key, value in named[first].items():
+            if isinstance(members.get(key), int | float) and not isinstance(value, int | float):
+                raise ValueError(f"{key} of table '{first}' must be a number, got {value!r}")
 
 
 def save_sharded(engine: Engine, folder: Path) -> None:

@@ -228,11 +228,13 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             ValueError: The state is of other files, another rank, world size or order of row groups, or names a place
                 that is not in them; says which. Nothing has changed then.
         """
-        if state.get("version") != _STATE_VERSION:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
+        if repr(state.get("version")) != repr(_STATE_VERSION):
             raise ValueError(f"state version must be {_STATE_VERSION}, got {state.get('version')!r}")
         for key, here in self._identity().items():
             there = state.get(key)
-            if there != here:
+            if repr(there) != repr(here):  # whatever it is: tensors, say, do not compare
                 detail = _first_difference(there, here) if key == "files" else f"{there!r}, here it is {here!r}"
                 raise ValueError(f"the state was taken with another {key}: {detail}")
         epoch, group, row, rows_read = self._checked_position(state)
@@ -271,10 +273,12 @@ def _check_same_types(path: str, schema: pa.Schema, first_path: str, first: pa.S
 
 def _first_difference(there: Any, here: list[list[Any]]) -> str:
     """Say the first file, or number of files, that differs: [name, rows, row groups]."""
-    for old, new in zip(there or [], here, strict=False):
-        if old != new:
+    if not isinstance(there, list) or not all(isinstance(one, list) and len(one) == 3 for one in there):
+        return f"{there!r} is no list of files"
+    for old, new in zip(there, here, strict=False):
+        if repr(old) != repr(new):
             return f"{old[0]} ({old[1]} rows, {old[2]} row groups), here {new[0]} ({new[1]} rows, {new[2]} row groups)"
-    return f"{len(there or [])} files, here {len(here)}"
+    return f"{len(there)} files, here {len(here)}"
 
 
 def _found(path: PathLike | Sequence[PathLike]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..plan import WorldSamples
 from .least_squares import non_negative_least_squares
+from .saved import refuse_other_states
 from .speeds import RankSpeeds
 from .workload import Floats
 
@@ -91,7 +92,12 @@ class CostModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, which is not changed."""
+        """Continue from a `state_dict`, which is not changed.
+
+        Raises:
+            ValueError, TypeError: It is no such state; nothing was loaded.
+        """
+        refuse_other_states(state, self.state_dict())
         self._scale = state["cost_scale"].numpy().copy()
         self._moments = state["cost_moments"].numpy().copy()
         self._terms = state["cost_terms"].numpy().copy()

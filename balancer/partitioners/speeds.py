@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import WorldSamples
+from .saved import refuse_other_states
 from .workload import Floats
 
 _SMOOTHING = 0.3
@@ -72,8 +73,9 @@ class RankSpeeds:
         """Continue from a `state_dict`, which is not changed.
 
         Raises:
-            ValueError: It is no such state; nothing was loaded.
+            ValueError, TypeError: It is no such state; nothing was loaded.
         """
+        refuse_other_states(state, self.state_dict())
         tensors = [state.get(name) for name in ("rank_step", "rank_rate", "rank_speed")]
         sizes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
         if None in sizes or len(sizes) != 1:
