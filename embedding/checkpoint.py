@@ -118,9 +118,7 @@ def _refuse_other_states(engine: Engine, saved: Any) -> None:
         given, expected = states[table], {*engine.shards[group].states, "step"}
         if not isinstance(given, dict) or set(given) != expected:
             found = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
-            raise ValueError(
-                f"state of table '{table}' must have {sorted(expected - {'step'})} and a step, got {found}"
-            )
+            raise ValueError(f"state of table '{table}' must have {sorted(expected)}, got {found}")
         if not all(isinstance(value, Tensor) or name == "step" for name, value in given.items()):
             raise ValueError(f"state of table '{table}' must hold tensors")
         step = given["step"]

@@ -33,7 +33,7 @@ def refuse_other_states(state: object, own: Mapping[str, Any]) -> None:
                 raise ValueError(f"state: {name} must be {type(mine).__name__}, got {type(given).__name__}")
             continue
         alike = isinstance(given, Tensor) and (given.dtype, given.dim()) == (mine.dtype, mine.dim())
-        if not alike or not (name.startswith("rank_") or given.shape == mine.shape):
+        if not isinstance(given, Tensor) or not alike or not (name.startswith("rank_") or given.shape == mine.shape):
             wanted = f"{str(mine.dtype).removeprefix('torch.')} with {mine.dim()} dimension(s)"
             found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise ValueError(f"state: {name} must be a tensor of {wanted}, got {found}")

@@ -148,7 +148,7 @@ def test_state_dicts_that_do_not_fit_are_refused(change: Callable[[Any], object]
 
 def test_optimizer_states_that_do_not_fit_are_refused() -> None:
     adam, adagrad = make(connect("local")), make(connect("local"), RowwiseAdagrad(lr=0.1))
-    with pytest.raises(ValueError, match=r"state of table 'item' must have \['momentum1', 'momentum2'\], got"):
+    with pytest.raises(ValueError, match=r"state of table 'item' must have \['momentum1', 'momentum2', 'step'\], got"):
         adam.fused_optimizer.load_state_dict(adagrad.fused_optimizer.state_dict())
     with pytest.raises(ValueError, match=r"state must be of tables \['item', 'user'\], got \[\]"):
         adam.fused_optimizer.load_state_dict({"state": {}, "param_groups": []})
