@@ -77,7 +77,7 @@ def test_a_part_that_fails_says_so_and_shows_nothing_of_an_earlier_run(tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("old")
     failed = run_part(replace(PARTITION, arguments=("--lengths", "nowhere.parquet:x")), tmp_path)
-    assert failed.fault.startswith("exit status 1: error: cannot read nowhere.parquet")
+    assert failed.fault.startswith("exit status 2: error: cannot read nowhere.parquet")
     assert (failed.json, failed.picture, failed.markdown) == (None, None, "")
     assert "ended after 0.01 s" in run_part(replace(PARTITION, limit_s=0.01), tmp_path).fault
     assert run_part(replace(PARTITION, lacks="2 GPUs"), tmp_path).fault == "not run: it needs 2 GPUs"
