@@ -29,7 +29,7 @@ class Stamps:
     """
 
     def __init__(self, local_rows: int) -> None:
-        self._last = np.zeros(local_rows, dtype=np.int64)
+        self._last = np.zeros(local_rows, dtype=np.int32)
         self._generation = 1
 
     def mark(self, rows: Ints) -> Bits:
@@ -61,10 +61,13 @@ def pack_masks(masks: Sequence[Bits], splits: Sequence[Ints]) -> NDArray[np.uint
     Returns:
         Shape [num_bytes(splits).sum()].
     """
-    bits = np.zeros(int(num_bytes(splits).sum()) * 8, dtype=np.bool_)
-    for mask, places in zip(masks, _places(splits), strict=True):
-        bits[places] = mask
-    return np.packbits(bits)
+    ends = [np.cumsum(split) for split in splits]
+    pieces = [
+        np.packbits(mask[end[rank] - split[rank] : end[rank]])
+        for rank in range(len(splits[0]))
+        for mask, split, end in zip(masks, splits, ends, strict=True)
+    ]
+    return np.concatenate(pieces)
 
 
 def unpack_masks(packed: NDArray[np.uint8], splits: Sequence[Ints]) -> list[Bits]:
@@ -76,16 +79,12 @@ def unpack_masks(packed: NDArray[np.uint8], splits: Sequence[Ints]) -> list[Bits
         >>> [mask.tolist() for mask in unpack_masks(pack_masks(masks, splits), splits)]
         [[True, False, True, True], [False, True]]
     """
-    bits = np.unpackbits(packed).astype(np.bool_)
-    return [bits[places] for places in _places(splits)]
-
-
-def _places(splits: Sequence[Ints]) -> list[Ints]:
-    """Where the bits of each mask lie among all bits."""
-    sizes = np.stack([-(-split // 8) * 8 for split in splits], axis=1)
-    starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)
-    places = []
-    for k, split in enumerate(splits):
-        shifts = starts[:, k] - (np.cumsum(split) - split)
-        places.append(np.arange(int(split.sum())) + np.repeat(shifts, split))
-    return places
+    pieces: list[list[Bits]] = [[] for _ in splits]
+    start = 0
+    for rank in range(len(splits[0])):
+        for found, split in zip(pieces, splits, strict=True):
+            count = int(split[rank])
+            stop = start + -(-count // 8)
+            found.append(np.unpackbits(packed[start:stop], count=count).view(np.bool_))
+            start = stop
+    return [np.concatenate(found) for found in pieces]

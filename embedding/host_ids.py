@@ -80,4 +80,4 @@ def fingerprint(ids: Ints) -> int:
         >>> fingerprint(np.array([5, 7]))
         19
     """
-    return int((ids * np.arange(1, len(ids) + 1)).sum())
+    return int(np.dot(ids, np.arange(1, len(ids) + 1)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.sum_tree import SumTree, TreeArrays, plan_tree
 from .device_arrays import Upload
-from .forms import Bits, Ints, Layout, Occurrences, find_occurrences
+from .forms import Bits, Ints, Layout, Occurrences, find_occurrences, merge_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,27 +113,27 @@ class GroupPlan:
     urgent_gradients: Gradients | None = None
     deferred_gradients: Gradients | None = None
     _all_gradients: Gradients | None = None
+    _place: Ints | None = None  # where each key's row lies among the batch's rows, early ones first; None: at its turn
 
     @property
     def num_rows(self) -> int:
         """Distinct rows that this rank asked for."""
         return len(self.keys)
 
-    def place(self) -> Ints:
-        """Where each key's row lies among the batch's rows: early ones first. Shape [u]."""
-        if self.late is None:
-            return np.arange(len(self.keys))
-        return np.where(self.late, self.num_early + np.cumsum(self.late) - 1, np.cumsum(~self.late) - 1)
-
     def index(self, upload: Upload) -> None:
         """Make what the forward of this batch needs, from `keys`, `rows` and `late`."""
-        late = np.ones(len(self.keys), dtype=np.bool_) if self.late is None else self.late
-        late_rows = np.ones(len(self.rows), dtype=np.bool_) if self.late_rows is None else self.late_rows
-        self.num_early = len(self.keys) - int(late.sum())
-        self.early = None if self.late is None else self._values(~late, ~late_rows, upload)
-        self.late_values = self._values(late, late_rows, upload)
-        place = self.place()
-        self.calls = [self._index_call(found, late, place, upload) for found in self.occurrences]
+        if self.late is None or self.late_rows is None:
+            self.num_early, self.early, self._place = 0, None, None
+            self.late_values = Values(self.sent, self.received, upload.add(self.rows))
+        else:
+            early, early_rows = ~self.late, ~self.late_rows
+            self.num_early = int(np.count_nonzero(early))
+            self.early = self._values(early, early_rows, upload)
+            self.late_values = self._values(self.late, self.late_rows, upload)
+            self._place = np.empty(len(early), dtype=np.int64)
+            self._place[early] = np.arange(self.num_early)
+            self._place[self.late] = np.arange(self.num_early, len(early))
+        self.calls = [self._index_call(found, upload) for found in self.occurrences]
 
     def index_successor(self, urgent: Bits, urgent_rows: Bits, upload: Upload) -> None:
         """Make what the backward of this batch needs, now that it is known what the next batch reads."""
@@ -152,29 +152,25 @@ class GroupPlan:
         return Values(count_by(chosen, self.sent), count_by(chosen_rows, self.received), rows)
 
     def _gradients(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Gradients:
-        owned = find_occurrences(self.rows[chosen_rows], in_runs=True)
+        rows, counts, order = merge_pieces(self.rows[chosen_rows])
         return Gradients(
             sent=count_by(chosen, self.sent),
             received=count_by(chosen_rows, self.received),
-            positions=upload.add(self.place()[chosen]),
-            rows=upload.add(owned.keys),
-            tree=add_tree(plan_tree(owned.order, owned.counts), upload),
+            positions=upload.add(np.flatnonzero(chosen) if self._place is None else self._place[chosen]),
+            rows=upload.add(rows),
+            tree=add_tree(plan_tree(order, counts), upload),
         )
 
-    def _index_call(self, found: Occurrences, late: Bits, place: Ints, upload: Upload) -> CallIndex:
+    def _index_call(self, found: Occurrences, upload: Upload) -> CallIndex:
         """A call may ask for some of the batch's rows only: the others have no summands."""
-        counts = found.counts
+        counts, place = found.counts, self._place
         if len(found.keys) < len(self.keys):
             at = np.searchsorted(self.keys, found.keys)
             counts = np.zeros(len(self.keys), dtype=np.int64)
-            counts[at], place = found.counts, place[at]
-        inverse = place[found.inverse]
-        order = found.order
-        if self.late is not None:
-            late_ids = np.repeat(late, counts)
-            order = np.concatenate([order[~late_ids], order[late_ids]])
-            counts = np.concatenate([counts[~late], counts[late]])
-        return CallIndex(upload.add(inverse), add_tree(plan_tree(order, counts), upload))
+            counts[at] = found.counts
+            place = at if place is None else place[at]
+        inverse = found.inverse if place is None else place.take(found.inverse)
+        return CallIndex(upload.add(inverse), add_tree(plan_tree(found.order, counts, self._place), upload))
 
 
 def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPlan:
@@ -193,8 +189,8 @@ def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPla
 
 
 def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrences:
-    keys = np.concatenate([np.empty(0, dtype=np.int64), *[layout.keys(table, ids) for table, ids in call]])
-    found = find_occurrences(keys)
+    pieces = [layout.keys(table, ids) for table, ids in call]
+    found = find_occurrences(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
     paddings = [(ids, layout.tables[table].padding_idx) for table, ids in call]
     if all(padding is None for _, padding in paddings):
         return found
@@ -203,9 +199,8 @@ def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrence
 
 def count_by(chosen: Bits, splits: Ints) -> Ints:
     """How many bits are set in each of consecutive pieces. Shape of `splits`."""
-    totals = np.concatenate([[0], np.cumsum(chosen)])
-    counts: Ints = np.diff(totals[np.concatenate([[0], np.cumsum(splits)])])
-    return counts
+    ends = np.cumsum(splits).tolist()
+    return np.array([np.count_nonzero(chosen[a:b]) for a, b in zip([0, *ends], ends, strict=False)], dtype=np.int64)
 
 
 def add_tree(arrays: TreeArrays, upload: Upload) -> SumTree:

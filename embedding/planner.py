@@ -225,9 +225,8 @@ class _Work:
 
     def _check_rows(self, plan: GroupPlan, layout: Layout) -> None:
         """Refuse rows that this rank does not have: what a rank sends is used as an index."""
-        wrong = (plan.rows < 0) | (plan.rows >= layout.local_rows)
-        if wrong.any():
-            place = int(wrong.argmax())
+        if len(plan.rows) and _largest(plan.rows) >= layout.local_rows:
+            place = int(((plan.rows < 0) | (plan.rows >= layout.local_rows)).argmax())
             rank = int(np.searchsorted(np.cumsum(plan.received), place, side="right"))
             raise EmbeddingError(
                 f"ids #{self._sequence - 1}: rank {rank} asks for row {plan.rows[place]} of {layout.local_rows}"
@@ -244,7 +243,7 @@ class _Work:
         """Slot, place and value of the first id that its table does not have."""
         for i, (slot, each) in enumerate(zip(self._slots, ids, strict=True)):
             rows = self._layouts[slot.group].tables[slot.table].num_embeddings
-            if len(each) and not (each.min() >= 0 and each.max() < rows):
+            if len(each) and _largest(each) >= rows:
                 place = int(np.flatnonzero((each < 0) | (each >= rows))[0])
                 return [i, place, int(each[place])]
         return None
@@ -310,3 +309,8 @@ class _Work:
 def _as_tensor(array: NDArray[Any]) -> Tensor:
     """A tensor over an array's memory. Empty arrays have strides that no view of bytes takes."""
     return torch.from_numpy(array if len(array) else np.empty(1, dtype=array.dtype)[:0])
+
+
+def _largest(numbers: Ints) -> int:
+    """The largest number, where negative ones count as larger than all others: one pass tells of both ends."""
+    return int(numbers.view(np.uint64).max())

@@ -44,12 +44,13 @@ class SumTree:
     rounds: list[tuple[Tensor, Tensor, Tensor | None]]
 
 
-def plan_tree(order: NDArray[np.int64], counts: NDArray[np.int64]) -> TreeArrays:
+def plan_tree(order: NDArray[np.int64], counts: NDArray[np.int64], rows: NDArray[np.int64] | None = None) -> TreeArrays:
     """Lay out the rounds.
 
     Args:
-        order: Rows of the values: all summands of row 0 of the result in their order, then of row 1, … Shape [n].
-        counts: Summands of each row of the result; may be 0. Shape [size].
+        order: Rows of the values: all summands of the first sum in their order, then of the second, … Shape [n].
+        counts: Summands of each; may be 0. Shape [size].
+        rows: Where in the result each sum goes; None: in this order. Shape [size].
 
     Returns:
         The rounds, in host memory.
@@ -61,23 +62,39 @@ def plan_tree(order: NDArray[np.int64], counts: NDArray[np.int64]) -> TreeArrays
     """
     size, num_scratch = len(counts), 0
     rounds: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]] = []
-    rows: NDArray[np.int64] | None = None
-    while rows is None or len(rows):
-        chunks = np.maximum(-(-counts // CHUNK), 1)
-        offsets = _chunk_offsets(counts, chunks)
-        hot = chunks > 1
-        if rows is None and not hot.any():
-            rounds.append((order, offsets, None))
-            break
+    while True:
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        hot = np.flatnonzero(counts > CHUNK)
+        if not len(hot):
+            rounds.append((order, offsets, rows))
+            return TreeArrays(size, num_scratch, rounds)
         rows = np.arange(size) if rows is None else rows
-        targets = np.repeat(np.where(hot, -1, rows), chunks)
-        scratch = np.flatnonzero(targets < 0)
-        targets[scratch] = size + num_scratch + np.arange(len(scratch))
-        rounds.append((order, offsets, targets))
-        order = targets[scratch]
+        chunks = -(-counts[hot] // CHUNK)
+        scratch = size + num_scratch + np.arange(int(chunks.sum()))
+        rounds.append((order, *_split_hot(offsets, rows, hot, chunks, scratch)))
+        order, rows, counts = scratch, rows[hot], chunks
         num_scratch += len(scratch)
-        rows, counts = rows[hot], chunks[hot]
-    return TreeArrays(size, num_scratch, rounds)
+
+
+def _split_hot(
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    hot: NDArray[np.int64],
+    chunks: NDArray[np.int64],
+    scratch: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets and targets when sums at `hot` are made of so many chunks each, whose sums go to `scratch`.
+
+    There are few such sums, so their further chunks are inserted, and nothing is repeated for all others.
+    """
+    firsts = np.cumsum(chunks) - chunks
+    turn = np.arange(len(scratch)) - np.repeat(firsts, chunks)
+    further = np.flatnonzero(turn)
+    begin = np.repeat(offsets[hot], chunks)[further] + turn[further] * CHUNK
+    targets = rows.copy()
+    targets[hot] = scratch[firsts]
+    at = np.repeat(hot + 1, chunks - 1)
+    return np.insert(offsets, at, begin), np.insert(targets, at, scratch[further])
 
 
 def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
@@ -126,12 +143,3 @@ def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
 def _sum_chunks(values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
     """Torch's sum of bags adds rows in order, each bag by itself, on all cores."""
     return functional.embedding_bag(index, values, offsets[:-1], mode="sum")
-
-
-def _chunk_offsets(counts: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets = np.empty(int(chunks.sum()) + 1, dtype=np.int64)
-    first = np.cumsum(chunks) - chunks
-    turn = np.arange(len(offsets) - 1) - np.repeat(first, chunks)
-    offsets[:-1] = np.repeat(np.cumsum(counts) - counts, chunks) + turn * CHUNK
-    offsets[-1] = counts.sum()
-    return offsets
