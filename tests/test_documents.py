@@ -76,9 +76,21 @@ def test_make_targets_and_modules_that_are_named_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tests_that_are_named_exist(name: str) -> None:
-    named = set(re.findall(r"`((?:test|check)_\w+)`", (ROOT / name).read_text()))
+    named = set(re.findall(r"`((?:test|check)_\w+_\w+)`", (ROOT / name).read_text()))
     code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert named <= set(re.findall(r"def ((?:test|check)_\w+)\(", code))
+
+
+def test_every_fault_that_others_have_met_leads_to_its_tests() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text()
+    places = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    named = set(re.findall(r"\[((?:test|check)_\w+)\](?!:)", text))
+    assert named == set(places)
+    for name, place in places.items():
+        assert f"def {name}(" in (ROOT / "docs" / place).read_text(), name
+    for row in re.findall(r"^\| .*$", text, re.MULTILINE):
+        heading = row.startswith(("| ---", "| reported at", "| what "))
+        assert heading or set(re.findall(r"\[(\w+)\]", row)) & named, f"no test: {row}"
 
 
 def test_every_public_name_of_the_balancer_is_in_a_document() -> None:
