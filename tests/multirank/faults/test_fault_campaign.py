@@ -159,7 +159,8 @@ def test_under_mpiexec_the_survivors_name_stage_step_and_the_rank_that_is_missin
     run_under("mpi", trouble, LATE)
 
 
-@pytest.mark.parametrize("trouble", ["kill forward"])
+@pytest.mark.long
+@pytest.mark.parametrize("trouble", ["kill forward", "kill stage III", "raise backward", "interrupt loader"])
 def test_under_torchrun_a_killed_rank_leaves_no_process(trouble: str) -> None:
     run_under("process_group", trouble, "")
 
