@@ -224,6 +224,8 @@ def _lay_out(
 def _bytes_of(rows: Tensor) -> Tensor:
     """View a contiguous tensor as bytes. Each view that is not needed is a switch between threads less."""
     flat = rows if rows.dim() == 1 else rows.view(-1)
+    if not len(flat):  # NumPy's empty arrays have a stride of 0, which such a view refuses
+        return torch.empty(0, dtype=torch.uint8, device=rows.device)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 

@@ -74,5 +74,5 @@ def test_nothing_to_sum_is_zero() -> None:
 
 
 def test_values_must_be_a_float32_matrix() -> None:
-    with pytest.raises(ValueError, match="must be a float32 matrix, got torch.float64"):
+    with pytest.raises(ValueError, match=r"must be a float32 matrix, got torch.float64"):
         sum_tree(torch.ones(2, 2, dtype=torch.float64), tree_of([1, 1]))

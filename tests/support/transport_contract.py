@@ -78,6 +78,8 @@ def check_nothing_to_move_is_fine(transport: Transport) -> None:
         assert same_bytes(transport.all_to_all(rows, nothing, nothing).wait(), rows)
         assert same_bytes(transport.all_gather(rows).wait(), rows)
         assert same_bytes(transport.all_gather(rows, nothing).wait(), rows)
+    without_stride = torch.from_numpy(np.empty(0, dtype=np.int64))  # as NumPy makes them
+    assert len(transport.all_to_all(without_stride, nothing, nothing).wait()) == 0
 
 
 def check_ranks_without_rows_may_have_another_dtype(transport: Transport) -> None:
