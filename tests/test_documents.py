@@ -34,7 +34,15 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def test_there_is_python_in_the_documents_that_users_start_from() -> None:
-    assert {"README.md", "docs/partitioners.md", "docs/batches.md", "docs/transports.md"} <= set(WITH_PYTHON)
+    start = ("dataloader", "torchrec", "lightning", "parquet", "worth_it", "partitioners", "embedding", "operating")
+    assert {"README.md", *(f"docs/{name}.md" for name in start)} <= set(WITH_PYTHON)
+
+
+def test_the_index_leads_to_every_page_and_the_readme_to_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    pages = {link.partition("#")[0] for link in LINK.findall(index.read_text())}
+    assert {path.name for path in index.parent.glob("*.md")} - {"README.md"} <= pages
+    assert "docs/README.md" in LINK.findall((ROOT / "README.md").read_text())
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
