@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from .forms import Bits, Ints
 
+_LAST_GENERATION = 2**15 - 1
+
 
 class Stamps:
     """The generation of the last batch that asked for each local row.
@@ -29,12 +31,16 @@ class Stamps:
     """
 
     def __init__(self, local_rows: int) -> None:
-        self._last = np.zeros(local_rows, dtype=np.int32)
+        # Two bytes a row, not eight: what this costs is misses of the processor's cache.
+        self._last = np.zeros(local_rows, dtype=np.int16)
         self._generation = 1
 
     def mark(self, rows: Ints) -> Bits:
         """Stamp the rows of the next batch; says which of them the batch before asked for. Shape of `rows`."""
         collides: Bits = self._last[rows] == self._generation
+        if self._generation == _LAST_GENERATION:
+            np.equal(self._last, self._generation, out=self._last)  # numbers begin anew, with the batch before as 1
+            self._generation = 1
         self._generation += 1
         self._last[rows] = self._generation
         return collides

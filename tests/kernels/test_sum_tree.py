@@ -12,10 +12,11 @@ from torch import Tensor
 from freescale.kernels.sum_tree import CHUNK, SumTree, plan_tree, sum_tree
 
 
-def tree_of(counts: list[int], order: Tensor | None = None, device: str = "cpu") -> SumTree:
+def tree_of(counts: list[int], order: Tensor | None = None, device: str = "cpu", rows: Tensor | None = None) -> SumTree:
     total = sum(counts)
     order = torch.arange(total) if order is None else order
-    arrays = plan_tree(order.numpy(), np.array(counts, dtype=np.int64))
+    place = None if rows is None else rows.numpy()
+    arrays = plan_tree(order.numpy(), np.array(counts, dtype=np.int64), place)
     rounds = [
         (
             torch.from_numpy(i).to(device),
@@ -76,3 +77,12 @@ def test_nothing_to_sum_is_zero() -> None:
 def test_values_must_be_a_float32_matrix() -> None:
     with pytest.raises(ValueError, match=r"must be a float32 matrix, got torch.float64"):
         sum_tree(torch.ones(2, 2, dtype=torch.float64), tree_of([1, 1]))
+
+
+def test_sums_go_to_the_rows_that_were_asked_for() -> None:
+    counts = [1, 0, 33, 2, 1100, 32, 64]
+    generator = torch.Generator().manual_seed(2)
+    rows, order = torch.randperm(len(counts), generator=generator), torch.randperm(sum(counts), generator=generator)
+    values = torch.randn(sum(counts), 5, generator=generator)
+    plain, placed = sum_tree(values, tree_of(counts, order)), sum_tree(values, tree_of(counts, order, rows=rows))
+    assert torch.equal(placed[rows], plain)

@@ -1,0 +1,44 @@
+"""Which rows two batches share, compared with sets; masks of any lengths arrive as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from freescale.embedding import collision
+from freescale.embedding.collision import Stamps, num_bytes, pack_masks, unpack_masks
+from freescale.embedding.forms import find_occurrences, merge_pieces
+
+
+def test_collisions_are_those_of_sets_also_when_generations_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collision, "_LAST_GENERATION", 4)
+    rng = np.random.default_rng(3)
+    stamps = Stamps(30)
+    before = np.empty(0, dtype=np.int64)
+    for _ in range(20):
+        rows = rng.integers(0, 30, 8)
+        assert stamps.mark(rows).tolist() == [row in before for row in rows]
+        assert stamps.is_latest(before).tolist() == [row in rows for row in before]
+        before = rows
+
+
+def test_masks_of_several_ranks_arrive_as_they_were() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        splits = [rng.integers(0, 20, 3) for _ in range(4)]
+        masks = [rng.random(int(split.sum())) < 0.5 for split in splits]
+        packed = pack_masks(masks, splits)
+        assert len(packed) == num_bytes(splits).sum()
+        for mask, found in zip(masks, unpack_masks(packed, splits), strict=True):
+            assert np.array_equal(mask, found)
+
+
+@pytest.mark.parametrize("offset", [0, 2**33, 2**61], ids=["narrow", "wide", "too wide to pack"])
+def test_merging_ascending_pieces_finds_what_sorting_finds(offset: int) -> None:
+    rng = np.random.default_rng(5)
+    pieces = [np.unique(rng.integers(0, 40, size)) for size in (0, 3, 30)]
+    keys = np.concatenate(pieces) + offset
+    found, merged = find_occurrences(keys), merge_pieces(keys)
+    assert np.array_equal(found.keys[found.inverse], keys)
+    for one, other in zip((found.keys, found.counts, found.order), merged, strict=True):
+        assert np.array_equal(one, other)
