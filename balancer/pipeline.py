@@ -34,6 +34,7 @@ from .stopwatch import Stopwatch
 LossFunction = Callable[[Any, Any, Report | None], Tensor]
 Ids = Callable[[Any], Any]
 _AHEAD = 2  # batches staged beside the one that is trained on
+_IDS_AHEAD = 3  # the same when modules prefetch: forward i needs the ids of i + 1, which so had more than a step's time
 
 
 @runtime_checkable
@@ -70,8 +71,9 @@ class StagedPipeline:
     `prefetch` are found through `named_modules()`. Every stage has a name in a PyTorch profiler's trace
     ("freescale.forward", …).
 
-    Source: FreeScale, section 4.3, Figure 1. Deviation: batch i + 2 is taken and its ids are handed out between forward
-    and backward of batch i (Algorithm 2 prefetches i + 1 before the forward of i), so that no rank waits for ids.
+    Source: FreeScale, section 4.3, Figure 1. Deviation: batch i + 3 is taken and its ids are handed out between forward
+    and backward of batch i (Algorithm 2 prefetches i + 1 before the forward of i), so that no rank waits for ids. A
+    model without modules that prefetch has batch i + 2 taken there.
 
     Args:
         model: Called with one batch. Without `loss_fn` it returns the loss, or a tuple that begins with it.
@@ -146,6 +148,7 @@ class StagedPipeline:
         self._epoch = 0
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._prefetching = _prefetching_modules(model, ids)
+        self._ahead = _IDS_AHEAD if self._prefetching else _AHEAD
         waiting = [m for m in model.modules() if isinstance(m, Prefetching) or getattr(m, "waits_for_peers", False)]
         self._hooks = [hook for module in waiting for hook in self._watch_waits(module)]
 
@@ -162,7 +165,7 @@ class StagedPipeline:
             yield output
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Train on the next batch, and take the one after the next from the iterator.
+        """Train on the next batch, and take one from the iterator that is two or three ahead.
 
         In evaluation mode (`model.eval()`) only forward and metrics run, without gradients.
 
@@ -230,7 +233,7 @@ class StagedPipeline:
             self._epoch += 1
             if isinstance(iterator, BalancedIterator):
                 self._balanced = iterator.loader
-        while len(self._staged) < _AHEAD and not self._exhausted:
+        while len(self._staged) < self._ahead and not self._exhausted:
             before = None if self._balanced is None else self._balanced.running_state
             try:
                 entry = next(iterator)

@@ -118,18 +118,19 @@ def test_it_trains_what_a_plain_loop_trains_on_every_rank() -> None:
     run_in_threads(3, run)
 
 
-def test_batches_are_taken_and_prefetched_two_ahead_between_forward_and_backward() -> None:
+def test_batches_are_taken_and_prefetched_three_ahead_between_forward_and_backward() -> None:
     calls: list[str] = []
     model = Model(calls)
     pipeline = StagedPipeline(model, Sgd(model, calls), loss_fn=loss_of)
     model.score.bias.register_post_accumulate_grad_hook(lambda _: calls.append("backward"))
-    iterator = iter(Batches(3, calls=calls))
-    for _ in range(3):
+    iterator = iter(Batches(4, calls=calls))
+    for _ in range(4):
         pipeline.progress(iterator)
     with pytest.raises(StopIteration):
         pipeline.progress(iterator)
-    first = ["load 0", "prefetch 0", "load 1", "prefetch 1", "forward 0", "load 2", "prefetch 2", "backward", "step"]
-    assert calls == [*first, "forward 1", "backward", "step", "forward 2", "backward", "step"]
+    ahead = [f"{what} {i}" for i in range(3) for what in ("load", "prefetch")]
+    first = [*ahead, "forward 0", "load 3", "prefetch 3", "backward", "step"]
+    assert calls == [*first, *(each for i in (1, 2, 3) for each in (f"forward {i}", "backward", "step"))]
 
 
 def test_another_iterator_begins_another_epoch() -> None:
@@ -321,7 +322,7 @@ def test_detach_leaves_the_model_as_it_was() -> None:
     assert pipeline.detach() is model
     assert not model.table._forward_hooks
     assert not model.table._forward_pre_hooks
-    assert calls[-1] == "prefetch 2"
+    assert calls[-1] == "prefetch 3"
     pipeline.progress(iterator)
     assert calls[-1] == "forward 1"
 
