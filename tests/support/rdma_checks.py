@@ -40,7 +40,8 @@ from freescale.transport.verbs.wire import VerbsWire
 import transport_contract
 
 OUT = Path("/out")
-ACK_TIMEOUT = 14  # a dead peer is noticed within a second
+ACK_TIMEOUT = 17  # 0.5 s, 7 times: on a busy machine a living peer may not come to run for a second
+SHORT_ACK_TIMEOUT = 16
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def find_gid_index() -> int:
     return find_port(None, 1, None).gid_index
 
 
-def over_rdma(through: Transport, binding: str, timeout_s: float = 15.0, **options: object) -> HostTransport:
+def over_rdma(through: Transport, binding: str, timeout_s: float = 20.0, **options: object) -> HostTransport:
     """Connect; all options of RdmaOptions."""
-    rdma = RdmaOptions(binding=binding, ack_timeout=ACK_TIMEOUT, **options)  # type: ignore[arg-type]  # of any type
+    rdma = RdmaOptions(binding=binding, **{"ack_timeout": ACK_TIMEOUT, **options})  # type: ignore[arg-type]  # of any type
     made = connect("verbs", through=through, rdma=rdma, timeout_s=timeout_s)
     assert isinstance(made, HostTransport)
     return made
@@ -108,7 +109,7 @@ def exchange_a_lot(transport: Transport, seed: int, most_rows: int) -> None:
 
 def survive_packet_loss(through: Transport, binding: str) -> None:
     """Everything arrives, exactly, over a wire that loses packets."""
-    transport = over_rdma(through, binding, timeout_s=40)
+    transport = over_rdma(through, binding, timeout_s=40, ack_timeout=SHORT_ACK_TIMEOUT)
     _traffic_control("add", "netem", "loss", "1%")
     try:
         for seed in range(2):
@@ -131,7 +132,7 @@ def _traffic_control(*words: str) -> str:
 
 def lose_a_killed_peer(through: Transport, binding: str) -> None:
     """Rank 1 is killed while rank 0 waits for it: an error that names it, long before the deadline."""
-    transport = over_rdma(through, binding, timeout_s=60)
+    transport = over_rdma(through, binding, timeout_s=60, ack_timeout=SHORT_ACK_TIMEOUT)
     transport.all_gather(torch.zeros(1)).wait()
     if transport.rank == 1:
         time.sleep(0.5)
@@ -309,7 +310,6 @@ def run_over_mpi(through: Transport) -> None:
 CHECKS: dict[str, Check] = {
     "contract-2-pyverbs": Check(2, partial(keep_contract, binding="pyverbs"), 90),
     "contract-3": Check(3, partial(keep_contract, binding="ibverbs"), 120),
-    "contract-4": Check(4, partial(keep_contract, binding="ibverbs"), 120),
     "late": Check(3, partial(be_late, binding="ibverbs"), 60),
     "loss": Check(2, partial(survive_packet_loss, binding="ibverbs"), 60),
     "killed-pyverbs": Check(2, partial(lose_a_killed_peer, binding="pyverbs")),
@@ -323,4 +323,5 @@ CHECKS: dict[str, Check] = {
     "filling-pyverbs": Check(2, partial(send_while_the_source_fills, binding="pyverbs")),
     "parquet": Check(4, partial(balance_parquet, binding="ibverbs"), 60),
     "mpi": Check(2, run_over_mpi, 120, "mpi"),
+    "contract-4": Check(4, partial(keep_contract, binding="ibverbs"), 120),
 }

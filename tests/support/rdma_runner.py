@@ -140,9 +140,11 @@ def wait_for(children: dict[int, int], timeout_s: float) -> dict[int, int | None
 
 def note_where(pid: int) -> None:
     """Say where in the kernel a process stands that does not end."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        said = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
-        print("stands in", *said, flush=True)
+    with suppress(OSError):  # it ends just now
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            print(
+                "stands in", *((task / name).read_text().strip() for name in ("comm", "wchan", "syscall")), flush=True
+            )
 
 
 def run_under_mpi(name: str, check: rdma_checks.Check, port: int) -> dict[int, int | None]:

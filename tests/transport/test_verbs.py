@@ -151,6 +151,7 @@ def test_memory_that_is_kept_is_registered_once_and_never_copied() -> None:
         rows, out = torch.zeros(300_000), torch.zeros(300_000)
         wire.keep(rows.view(torch.uint8).numpy())
         wire.keep(out.view(torch.uint8).numpy())
+        wire.keep(rows.view(torch.uint8).numpy()[8:])  # registered already
         other = 1 - transport.rank
         splits = [0, len(rows)] if other else [len(rows), 0]
         for step in range(4):

@@ -109,7 +109,7 @@ class Link:
             self._write((0, 0, 0), self._remote_address, self._remote_key, None, None)
 
     def complete(self, done: Completion) -> None:
-        """Take note that a write is delivered, or failed."""
+        """Take note that a write of this rank's is delivered, or failed."""
         call = self._works.pop(done.work, None)
         if done.failure:
             self._break(done.failure)

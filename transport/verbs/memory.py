@@ -69,8 +69,10 @@ class Kept:
         self._entries: list[tuple[int, int, Region, NDArray[np.uint8]]] = []  # by address
 
     def add(self, memory: NDArray[np.uint8]) -> None:
-        """Register memory, and keep it alive."""
+        """Register memory, and keep it alive. Nothing happens if it is part of what is registered already."""
         begin = memory.ctypes.data
+        if self.find(begin, memory.nbytes) is not None:
+            return
         entry = (begin, begin + memory.nbytes, self._card.register(memory), memory)
         with self._lock:
             self._entries = sorted([*self._entries, entry], key=lambda each: each[0])

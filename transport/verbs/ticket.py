@@ -111,20 +111,27 @@ class VerbsTicket:
 
     def _is_finished_or_raise(self) -> bool:
         if not self._is_finished:
-            needed = self.needed()
-            self._is_finished = not needed
-            for peer in sorted(needed):
+            self._is_finished = self._has_all()
+        if not self._is_finished and self._wire.troubled:
+            for peer in sorted(self.needed() & self._wire.troubled):
                 link = self._wire.links[peer]
                 reason = link.broken if link.left is None else f"rank {peer} has left: {link.left}"
-                if reason is not None:
-                    self._wire.forget(self._key)
-                    raise self._disagreement() or TransportError(reason)
+                self._wire.forget(self._key)
+                raise self._disagreement() or TransportError(reason)
         if self._is_finished:
             self._wire.forget(self._key)
             error = self._disagreement()
             if error is not None:
                 raise error
         return self._is_finished
+
+    def _has_all(self) -> bool:
+        if self._unsent or self._unheard:
+            return False
+        self._records_sent = [each for each in self._records_sent if not each[0].has_sent(each[1])]
+        arrived = all(each.num_arrived == len(each.stream) for each in self._incoming.values())
+        delivered = all(each.num_delivered == len(each.stream) for each in self._outgoing.values())
+        return arrived and delivered and not self._records_sent
 
     def _disagreement(self) -> TransportError | None:
         if not self._found:

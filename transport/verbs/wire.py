@@ -49,6 +49,7 @@ class VerbsWire:
 
     Attributes:
         links: Connections, by peer.
+        troubled: Peers that have left, or cannot be reached.
         chunk_bytes: Of every chunk, the last of a block apart.
     """
 
@@ -59,6 +60,7 @@ class VerbsWire:
         self._device, self._rank, self._world_size = device, rank, world_size
         self.chunk_bytes = min(chunk_bytes, device.card.most_message_bytes)
         self.links: dict[int, Link] = {}
+        self.troubled: set[int] = set()
         self._by_pair: dict[int, Link] = {}
         self._lock = threading.RLock()
         self._is_closed = False
@@ -201,12 +203,12 @@ class VerbsWire:
             return
         if done.work:
             link.complete(done)
-            return
-        received = link.receive(done)
-        if isinstance(received, Message):
+        elif isinstance(received := link.receive(done), Message):
             self._take_message(link, received)
         elif received is not None:
             self._land(link, *received)
+        if link.left is not None or link.broken is not None:
+            self.troubled.add(link.peer)
 
     def _land(self, link: Link, number: int, size: int) -> None:
         place = self._places.pop(number, None)
