@@ -1,6 +1,8 @@
 """Balances each global batch over the ranks before it is trained on (paper, sections 3.1 and 4.1).
 
-Start with `balance` (loader.py); `.balance` of DataPipes is in datapipe.py and `BalancerNode` in node.py.
+Start with `balance` (loader.py), which is `BalancedLoader` by another name; a thread (worker.py) or hooks (hooks.py)
+run the protocol/ over batches/, which adapters/ make of users' own and partitioners/ deal to the ranks. Beside it:
+DataPipe, node, the staged pipeline, reports.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,8 @@
-"""One command for each question that a user or the paper asks; results lie in bench/results with their hardware."""
+"""One command for each question that a user or the paper asks: `python -m freescale.bench.NAME --help`.
+
+A command is a file with `main`; what ranks run ends with _rank, pictures with _plot, tables with _report. Results
+lie in results/, dated, with their hardware and command. `inspect`, `demo` and `report` are where to start.
+"""
 
 import importlib.util
 import sys

@@ -1,6 +1,8 @@
 """What packaging, folders and documents say of each other is true."""
 
+import ast
 import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,20 @@ def test_importing_the_balancer_needs_no_optional_package() -> None:
     code = f"import sys, freescale.balancer, freescale.transport; print([m for m in {optional} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
+
+
+def test_every_folder_says_in_a_few_lines_what_lives_there() -> None:
+    for package, folder in (line.split(" = ") for line in setup_cfg()["options"]["package_dir"].strip().splitlines()):
+        said = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
+        assert 3 <= len(said.splitlines()) <= 7, package
+        named = set(re.findall(r"[\w/]+\.py\b|\w+/", said)) - {"docs/", "docs/paper.md"}
+        assert package == "freescale" or named or "_rank" in said, package
+        assert all((ROOT / folder / name).exists() for name in named), (package, named)
+
+
+def test_no_file_of_the_library_is_too_long_to_read() -> None:
+    places = setup_cfg()["options"]["package_dir"].strip().splitlines()
+    files = [path for line in places for path in (ROOT / line.split(" = ")[1]).glob("*.py")]
+    assert len(files) > 100
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
