@@ -358,6 +358,7 @@ class BalancedLoader(Generic[T]):
 
 
 balance = BalancedLoader
+"""Wrap a DataLoader so that its batches are balanced over the ranks: `BalancedLoader`, by the name to call it."""
 
 
 class BalancedIterator(Generic[T]):

@@ -16,6 +16,7 @@ PACKAGES = ("balancer", "embedding", "kernels", "transport")
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    pytest.importorskip("pdoc", reason="pdoc is not installed")
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, "-W", "error", str(ROOT / "docs" / "build_reference.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -40,3 +41,9 @@ def test_links_inside_the_reference_lead_somewhere(pages: dict[Path, str]) -> No
             target = (path.parent / place).resolve() if place else path
             assert target in pages, f"{path.name} links to {link}"
             assert not anchor or f'id="{anchor}"' in pages[target], f"{path.name} links to {link}"
+
+
+def test_every_public_name_says_what_it_is(pages: dict[Path, str]) -> None:
+    for path, text in pages.items():
+        for name, section in re.findall(r'<section id="(\w+)">(.*?)</section>', text, re.DOTALL):
+            assert 'class="docstring"' in section, f"{path.name}: {name}"

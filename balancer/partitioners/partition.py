@@ -173,8 +173,11 @@ _LOAD = itemgetter(0)
 _FEWEST_DEALT = 32  # rows, one by one
 
 fixed_batch_size = FixedBatchSize()
+"""The paper's zig-zag over samples sorted by cost. Call it with `cost=` for another one."""
 greedy_batch_size = GreedyBatchSize()
+"""The default: equal counts, and rows of sorted samples dealt to the lightest ranks. Call it with `cost=`."""
 home_batch_size = HomeBatchSize()
+"""Samples stay where they were loaded, but for swaps until ranks wait less than `tolerance=`. Call it with options."""
 
 
 def _deal_rows(load: Workload) -> Ints:
