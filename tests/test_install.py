@@ -194,9 +194,9 @@ def test_importing_the_balancer_takes_little_longer_than_importing_torch() -> No
         "import sys, time, torch; torch_s = time.process_time(); import freescale.balancer; "
         "print(time.process_time() - torch_s, torch_s, int('pyarrow' in sys.modules))"
     )
-    where = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # of this checkout, where it is not installed
+    where = os.environ.get("PYTHONPATH", "")  # of this checkout, where it is not installed
     for _ in range(3):  # a busy machine may disturb one or two
-        more_s, torch_s, arrow = map(float, run([sys.executable, "-c", code], ROOT, **where).stdout.split())
+        more_s, torch_s, arrow = map(float, run([sys.executable, "-c", code], ROOT, PYTHONPATH=where).stdout.split())
         assert not arrow
         if more_s < max(0.1, 0.12 * torch_s):
             break
