@@ -19,7 +19,7 @@ from .context import GroupContext, Iteration, gather
 from .departure import leave_at_exit
 from .errors import EmbeddingError, naming
 from .forms import Layout
-from .host_ids import HostIds
+from .host_ids import HostIds, same_ids
 from .lanes import open_lanes
 from .late_check import LateCheck
 from .optimizer import Adam, FusedOptimizer, GradScale, Optimizer, RowwiseAdagrad, Sgd, Stamp
@@ -215,7 +215,7 @@ class Engine:
         for call in fitting:
             planned = running.batch.ids.tensors[self._first_slot(call) :]
             pairs = list(zip(flat, planned, strict=False))
-            if all(one.is_cuda or other.is_cuda or torch.equal(one.long(), other.long()) for one, other in pairs):
+            if all(one.is_cuda or other.is_cuda or same_ids(one, other) for one, other in pairs):
                 if self._late_check is not None:
                     self._late_check.add(HostIds(self.only(call, ids)), running.batch.ids)
                 return call

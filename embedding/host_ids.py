@@ -55,7 +55,7 @@ class HostIds:
     def find_difference(self, other: HostIds) -> int | None:
         """The first slot in which both have other ids, of those whose ids came in host memory. Sizes are equal."""
         for slot, (one, another) in enumerate(zip(self.tensors, other.tensors, strict=True)):
-            if not (one.is_cuda or another.is_cuda or torch.equal(one.long(), another.long())):
+            if not (one.is_cuda or another.is_cuda or same_ids(one, another)):
                 return slot
         return None
 
@@ -81,3 +81,15 @@ def fingerprint(ids: Ints) -> int:
         19
     """
     return int(np.dot(ids, np.arange(1, len(ids) + 1)))
+
+
+def same_ids(one: Tensor, another: Tensor) -> bool:
+    """Whether two lists in host memory, int64 or int32, are equal; one that is compared with itself is not read.
+
+    Example:
+        >>> same_ids(torch.tensor([5, 7]), torch.tensor([5, 7], dtype=torch.int32))
+        True
+    """
+    if one.dtype != another.dtype:
+        one, another = one.long(), another.long()
+    return torch.equal(one, another)
