@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +73,17 @@ def exchange_a_lot(transport: Transport, seed: int = 0, most_rows: int = 30_000)
     assert same_bytes(first.wait(), expected)
 
 
+def count_no_files(check: Callable[[Transport], None]) -> bool:
+    """Whether a check may run here: ranks that are threads of one process have its files in common."""
+    return "hold_nothing" not in check.__name__ and "given_back" not in check.__name__
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_contract_holds(world_size: int) -> None:
     network = Network()
 
     def run(transport: Transport) -> None:
-        for check in transport_contract.CHECKS:
+        for check in filter(count_no_files, transport_contract.CHECKS):
             check(transport)
 
     transports = connect_fakes(network, world_size)
@@ -90,7 +96,7 @@ def test_the_contract_holds(world_size: int) -> None:
 
 def test_late_ranks_are_timeouts() -> None:
     def run(transport: Transport) -> None:
-        for check in transport_contract.LATE_CHECKS:
+        for check in filter(count_no_files, transport_contract.LATE_CHECKS):
             check(transport)
 
     run_in_threads(3, run, timeout_s=30, transports=connect_fakes(Network(), 3))
@@ -165,7 +171,7 @@ def test_memory_that_is_kept_is_registered_once_and_never_copied() -> None:
     assert network.num_registered == 2 * 3
 
 
-def test_ten_thousand_exchanges_of_varying_size_register_nothing_more() -> None:
+def test_thousands_of_exchanges_of_varying_size_register_nothing_more() -> None:
     network = Network()
     transports = connect_fakes(network, 2)
 
