@@ -88,6 +88,22 @@ class Exchange:
         source, target = int(self.sent_at[self.rank]), int(self.received_at[self.rank])
         return self.source.narrow(0, source, self.kept_bytes), self.target.narrow(0, target, self.kept_bytes)
 
+    def pieces(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What goes to each rank and where each rank's bytes arrive, this rank's own piece included.
+
+        Two operations in all, where a view for each piece would give another thread the interpreter each time.
+        """
+        if self.incomplete:
+            ranks = range(len(self.sent_bytes))
+            sources, targets = [self.outgoing(peer) for peer in ranks], [self.incoming(peer) for peer in ranks]
+            sources[self.rank], targets[self.rank] = self.kept()
+            return sources, targets
+        sent, received = self.sent_bytes.copy(), self.received_bytes.copy()
+        sent[self.rank] = received[self.rank] = self.kept_bytes
+        gathers = self.operation == "all_gather"
+        sources = [self.source] * len(sent) if gathers else list(self.source.split(sent.tolist()))
+        return sources, list(self.target.split(received.tolist()))
+
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""
         self.sent_bytes[peer] = self.received_bytes[peer] = 0

@@ -58,14 +58,7 @@ class NcclEngine:
         if self._released:
             raise TransportClosed("another thread closed the channel")
         group = self._group = self._group or self._meet()
-        nothing = exchange.source.narrow(0, 0, 0)
-        sources, targets = [nothing] * self._world_size, [nothing] * self._world_size
-        sources[self._rank], targets[self._rank] = exchange.kept()
-        for peer in range(self._world_size):
-            if exchange.sent_bytes[peer]:
-                sources[peer] = exchange.outgoing(peer)
-            if exchange.received_bytes[peer]:
-                targets[peer] = exchange.incoming(peer)
+        sources, targets = exchange.pieces()
         stream = torch.cuda.current_stream(exchange.source.device)
         assert exchange.ready is not None, "only CUDA tensors come here"
         stream.wait_event(exchange.ready)  # recorded by a call that may have been on another stream

@@ -13,6 +13,7 @@ from known_rows import DTYPES, make_rows, same_bytes
 from torch import Tensor
 
 from freescale.transport import local_group
+from freescale.transport.exchange import Exchange, plan_all_gather, plan_all_to_all
 
 ROWS = torch.arange(6).reshape(3, 2)
 
@@ -75,3 +76,28 @@ def test_one_rank_gets_its_own_rows_back(rows: int, trailing: list[int], dtype: 
 def test_a_conjugate_view_is_sent_as_its_values() -> None:
     block = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert local_group(1)[0].all_gather(block).wait().tolist() == [1 - 2j, 3 + 1j]
+
+
+def exchange_of(operation: str) -> Exchange:
+    if operation == "all_gather":
+        return plan_all_gather(1, 3, ROWS, [2, 3, 0], None)
+    return plan_all_to_all(1, 3, ROWS, [2, 1, 0], [0, 1, 4], None)
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("skipped", [None, 0], ids=["whole", "incomplete"])
+def test_pieces_are_those_that_are_taken_one_by_one(operation: str, skipped: int | None) -> None:
+    exchange = exchange_of(operation)
+    if skipped is not None:
+        exchange.skip(skipped)
+    sources, targets = exchange.pieces()
+    for peer in (0, 2):
+        assert_same_memory(sources[peer], exchange.outgoing(peer))
+        assert_same_memory(targets[peer], exchange.incoming(peer))
+    assert_same_memory(sources[1], exchange.kept()[0])
+    assert_same_memory(targets[1], exchange.kept()[1])
+
+
+def assert_same_memory(one: Tensor, other: Tensor) -> None:
+    assert one.shape == other.shape
+    assert len(one) == 0 or one.data_ptr() == other.data_ptr()
