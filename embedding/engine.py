@@ -19,26 +19,19 @@ from .context import GroupContext, Iteration, gather
 from .departure import leave_at_exit
 from .errors import EmbeddingError, naming
 from .forms import Layout
+from .grouping import Place, group_tables, lay_out_slots
 from .host_ids import HostIds, same_ids
 from .lanes import open_lanes
 from .late_check import LateCheck
-from .optimizer import Adam, FusedOptimizer, GradScale, Optimizer, RowwiseAdagrad, Sgd, Stamp
-from .planner import Planner, Slot
+from .optimizer import FusedOptimizer, GradScale, Optimizer, Stamp
+from .planner import Planner
 from .scaling import read_scale
+from .settings import describe_settings
 from .shard import Shard
 from .stages import Batch
 from .tables import Table
 
 MAX_AHEAD = 16
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A feature of a call: the group of its table, and the table's index within the group."""
-
-    feature: str
-    group: int
-    table: int
 
 
 @dataclass(eq=False)
@@ -101,14 +94,16 @@ class Engine:
         self.synchronous = synchronous
         self._divisor = self.world_size if gradient_division else 1
         self._grad_scale = grad_scale
-        self.groups = _group_tables(tables, optimizer)
+        self.groups = group_tables(tables, optimizer)
+        compared = {"synchronous": synchronous, "wire_dtype": wire_dtype, "gradient_division": gradient_division}
+        self._settings = describe_settings(self.groups, calls, compared)
         layouts = [Layout(members, self.rank, self.world_size) for members, _ in self.groups]
         self.shards = [Shard(layout, rule, device) for layout, (_, rule) in zip(layouts, self.groups, strict=True)]
         self.table_of = {
             table.name: (g, t) for g, (members, _) in enumerate(self.groups) for t, table in enumerate(members)
         }
-        self.calls = [[_Place(feature, *self.table_of[table]) for feature, table in call] for call in calls]
-        self._slots, self._indices = _lay_out_slots(self.calls)
+        self.calls = [[Place(feature, *self.table_of[table]) for feature, table in call] for call in calls]
+        self._slots, self._indices = lay_out_slots(self.calls)
         if seed is not None:
             for shard in self.shards:
                 shard.initialise(seed)
@@ -241,6 +236,8 @@ class Engine:
         self.flush()
         self._queue.clear()
         self._running = False
+        if self._planner is not None:
+            self._planner.forget()
         for context in self._contexts:
             context.discard()
 
@@ -328,7 +325,9 @@ class Engine:
                 self._late_check = LateCheck([slot.feature for slot in self._slots], self.device)
             layouts = [shard.layout for shard in self.shards]
             collides = not self.synchronous
-            self._planner = Planner(self._ids_channel, layouts, self._slots, self.device, collides=collides)
+            self._planner = Planner(
+                self._ids_channel, layouts, self._slots, self.device, self._settings, collides=collides
+            )
             self._contexts = [
                 GroupContext(shard, *self._lanes, self._wire_dtype or shard.weights.dtype, partial(self._stamp, g))
                 for g, shard in enumerate(self.shards)
@@ -344,44 +343,6 @@ class Engine:
         tables = shard.layout.tables
         weights = [shard.of_table(t, shard.weights) for t in range(len(tables))]
         return {"params": weights, "names": [table.name for table in tables], **asdict(shard.optimizer)}
-
-
-def _group_tables(
-    tables: Sequence[Table], optimizer: Optimizer | Mapping[str, Optimizer]
-) -> list[tuple[list[Table], Optimizer]]:
-    """Tables of one dimension, dtype and optimizer, in the order of their first."""
-    groups: dict[tuple[int, torch.dtype, Optimizer], list[Table]] = {}
-    names: set[str] = set()
-    for table in tables:
-        if table.name in names:
-            raise ValueError(f"names of tables must be unique, got '{table.name}' twice")
-        names.add(table.name)
-        if isinstance(optimizer, Mapping) and table.name not in optimizer:
-            raise ValueError(f"optimizer must name one for every table, got none for '{table.name}'")
-        rule = optimizer[table.name] if isinstance(optimizer, Mapping) else optimizer
-        if not isinstance(rule, Sgd | RowwiseAdagrad | Adam):
-            raise TypeError(f"optimizer must be Sgd, RowwiseAdagrad or Adam, got {type(rule).__name__}")
-        groups.setdefault((table.embedding_dim, table.dtype, rule), []).append(table)
-    if not groups:
-        raise ValueError("configs must name at least one table")
-    return [(members, rule) for (_, _, rule), members in groups.items()]
-
-
-def _lay_out_slots(calls: Sequence[Sequence[_Place]]) -> tuple[list[Slot], list[dict[int, tuple[int, list[int]]]]]:
-    """Slots in the order of calls; and, for each call and group, its index in the group and which features it has."""
-    slots: list[Slot] = []
-    indices: list[dict[int, tuple[int, list[int]]]] = []
-    numbers: dict[int, int] = {}
-    for call in calls:
-        found: dict[int, tuple[int, list[int]]] = {}
-        for i, place in enumerate(call):
-            if place.group not in found:
-                found[place.group] = (numbers.get(place.group, 0), [])
-                numbers[place.group] = numbers.get(place.group, 0) + 1
-            found[place.group][1].append(i)
-            slots.append(Slot(place.feature, place.group, place.table, found[place.group][0]))
-        indices.append(found)
-    return slots, indices
 
 
 def _default_group(rank: int, world_size: int) -> dist.ProcessGroup | None:

@@ -31,6 +31,23 @@ class IdOutOfRange(IndexError):
         )
 
 
+class SettingsDiffer(EmbeddingError):
+    """Ranks made their tables with different settings. Raised on every rank at its first batch.
+
+    Args:
+        name: Of the setting.
+        value: What this rank has.
+        rank: This rank.
+        other: One that has something else.
+    """
+
+    def __init__(self, name: str, value: str, rank: int, other: int) -> None:
+        super().__init__(
+            f"{name} must be the same on all ranks: rank {rank} has {value}, rank {other} something else; "
+            "every rank makes its tables with the same arguments"
+        )
+
+
 class OutOfStep(EmbeddingError):
     """Ranks call prefetch and forward in different orders."""
 

@@ -3,13 +3,14 @@
 It runs on the host, on a channel of its own, and blocks in the transport rather than in Python. A batch passes three
 threads: one finds its distinct ids, one talks to the other ranks, one makes index arrays. So three batches are on their
 way at once, and what limits the pace is the slowest of three waits, not their sum. Every rank hands it the same jobs in
-the same order. What goes wrong in it is raised at the trainer's next call.
+the same order. What goes wrong in it is raised at the trainer's next call; but an id out of range, which all ranks hear
+of at the same batch, where that batch is needed, so that all of them can go on alike.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from queue import SimpleQueue
@@ -23,11 +24,12 @@ from torch import Tensor
 from ..transport import Transport
 from .collision import Stamps, num_bytes, pack_masks, unpack_masks
 from .device_arrays import Upload
-from .errors import EmbeddingError, IdOutOfRange, OutOfStep
+from .errors import EmbeddingError, IdOutOfRange, OutOfStep, SettingsDiffer
 from .forms import Bits, Ints, Layout
 from .host_ids import HostIds, fingerprint
 from .lanes import end_thread
 from .plan import GroupPlan, ask
+from .settings import digest
 from .stages import Batch, Indexing, Job, start_stages
 
 
@@ -38,6 +40,7 @@ class Kind(IntEnum):
     FORWARD = 1
     EVALUATION = 2
     COMPARISON = 3
+    SETTINGS = 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Planner:
         slots: What every batch consists of, the slots of a call next to each other.
         device: Where the tables are.
         collides: Whether to look for collisions; all rows are late without.
+        settings: What all ranks must have alike, by name; compared before the first batch.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Planner:
         layouts: Sequence[Layout],
         slots: Sequence[Slot],
         device: torch.device,
+        settings: Mapping[str, str],
         *,
         collides: bool = True,
     ) -> None:
@@ -81,24 +86,28 @@ class Planner:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         last = start_stages(self._jobs, self._work)
         self._end = weakref.finalize(self, end_thread, self._jobs, last, transport)
+        work = self._work
+        self._submit(Batch(HostIds([])), lambda _: work.agree(settings))
 
     def prefetch(self, ids: HostIds) -> Batch:
         """Plan the batch that follows the one planned last. Returns at once."""
-        return self._submit(Batch(ids), lambda batch: self._work.plan(batch, Kind.PREFETCH))
+        return self._submit(Batch(ids), lambda batch: self._work.serve(batch, Kind.PREFETCH))
 
     def forward(self, ids: HostIds, followers: Sequence[Batch]) -> Batch:
         """Plan a batch that is needed now; batches that were planned before turn out to follow it."""
-        return self._submit(Batch(ids), lambda batch: self._work.insert(batch, followers))
+        return self._submit(Batch(ids), lambda batch: self._work.serve(batch, Kind.FORWARD, followers))
 
     def evaluate(self, ids: HostIds) -> Batch:
         """Plan a batch that leaves no trace."""
-        return self._submit(Batch(ids), lambda batch: self._work.plan(batch, Kind.EVALUATION))
+        return self._submit(Batch(ids), lambda batch: self._work.serve(batch, Kind.EVALUATION))
 
     def all_agree(self, agrees: bool) -> bool:
         """Whether all ranks say yes; waits for them."""
         answer: list[bool] = []
 
-        def compare(_: Batch) -> list[Indexing]:
+        def compare(batch: Batch) -> list[Indexing]:
+            if self._work.skips(batch):
+                return []
             answer.append(self._work.compare(agrees))
             return []
 
@@ -115,9 +124,15 @@ class Planner:
         if not batch.ready.is_set():
             batch.ready.wait()
         self.check()
+        if batch.error is not None:
+            raise batch.error
+
+    def forget(self) -> None:
+        """Go on after an id out of range, with batches that are planned from here on."""
+        self._submit(Batch(HostIds([])), lambda _: self._work.forget())
 
     def check(self) -> None:
-        """Raise what went wrong in the thread."""
+        """Raise what went wrong in the thread and cannot be mended."""
         if self._work.error is not None:
             raise self._work.error
 
@@ -150,11 +165,12 @@ class _Work:
         self._stamps = [Stamps(layout.local_rows) for layout in layouts]
         self._last: Batch | None = None  # strong: whether it is still there must not depend on a rank's memory
         self._sequence = 0
+        self._fault: IdOutOfRange | None = None
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error. Unless all ranks have it alike, let the others know by closing the channel."""
         self.error = self.error or error
-        if not isinstance(error, IdOutOfRange):
+        if not isinstance(error, SettingsDiffer):
             self.transport.close()
 
     def ask(self, batch: Batch) -> None:
@@ -168,6 +184,38 @@ class _Work:
         batch.fault = self._find_fault(ids)
         if batch.fault is None:
             batch.groups = [ask(layout, self._calls(g, ids)) for g, layout in enumerate(self._layouts)]
+
+    def agree(self, settings: Mapping[str, str]) -> list[Indexing]:
+        """Refuse ranks that were made with different settings."""
+        header = np.array([Kind.SETTINGS, 0, *map(digest, settings.values())], dtype=np.int64)
+        differs = self._gather(header)[:, 2:] != header[2:]
+        self._sequence = 0
+        for at, (name, value) in enumerate(settings.items()):
+            if differs[:, at].any():
+                raise SettingsDiffer(name, value, self.transport.rank, int(differs[:, at].argmax()))
+        return []
+
+    def serve(self, batch: Batch, kind: Kind, followers: Sequence[Batch] = ()) -> list[Indexing]:
+        """Plan a batch, unless one before it had an id out of range: every rank does the same."""
+        if kind != Kind.EVALUATION and self.skips(batch):
+            return []
+        try:
+            return self.insert(batch, followers) if kind == Kind.FORWARD else self.plan(batch, kind)
+        except IdOutOfRange as error:
+            batch.error = error.with_traceback(None)  # which would keep the batch alive
+            if kind != Kind.EVALUATION:
+                self._fault = error
+            return []
+
+    def skips(self, batch: Batch) -> bool:
+        """Whether a batch is not planned because of one before it, whose error it then has."""
+        batch.error = self._fault
+        return self._fault is not None
+
+    def forget(self) -> list[Indexing]:
+        """Plan batches again."""
+        self._fault = None
+        return []
 
     def plan(self, batch: Batch, kind: Kind) -> list[Indexing]:
         """Send ids to their owners and, but for evaluations, find collisions with the batch before."""
@@ -191,8 +239,9 @@ class _Work:
 
     def compare(self, agrees: bool) -> bool:
         """See `Planner.all_agree`."""
-        header = np.array([Kind.COMPARISON, self._sequence, 0, 0, 0, agrees], dtype=np.int64)
-        return bool(self._gather(header)[:, 5].all())
+        counts = [0] * (self.transport.world_size * len(self._layouts))  # as long as any header: ranks may differ
+        header = np.array([Kind.COMPARISON, self._sequence, -1, 0, agrees, *counts], dtype=np.int64)
+        return bool(self._gather(header)[:, 4].all())
 
     def _exchange(self, batch: Batch, kind: Kind) -> None:
         """Fill `batch.groups` up to what each rank is asked for."""

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from .device_arrays import Upload
+from .errors import IdOutOfRange
 from .forms import Bits
 from .host_ids import HostIds
 from .plan import GroupPlan
@@ -24,6 +25,7 @@ class Batch:
         upload: Index arrays for the forward.
         successor: Index arrays for the backward, once the next batch is ready.
         fault: Slot, place and value of an id that its table does not have.
+        error: An id out of range, of this batch or of one before it, on any rank: the same on all.
         ready: Set when done, or failed.
     """
 
@@ -32,6 +34,7 @@ class Batch:
     groups: list[GroupPlan] = field(default_factory=list)
     upload: Upload | None = None
     successor: Upload | None = None
+    error: IdOutOfRange | None = None
     ready: threading.Event = field(default_factory=threading.Event)
 
 
