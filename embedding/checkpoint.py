@@ -140,6 +140,7 @@ def save_sharded(engine: Engine, folder: Path) -> None:
     """Write this rank's rows into a file of its own; see `PrioritizedEmbeddingCollection.save_sharded`."""
     engine.flush()
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_other_sizes(folder, engine.world_size)
     tables = {}
     for table, (group, index) in engine.table_of.items():
         _, first, _ = engine.shards[group].layout.place(index)
@@ -149,6 +150,16 @@ def save_sharded(engine: Engine, folder: Path) -> None:
     partial = target.with_suffix(".partial")
     torch.save(tables, partial)
     os.replace(partial, target)
+
+
+def _refuse_other_sizes(folder: Path, world_size: int) -> None:
+    """Raise where another number of ranks has saved: with files of both, neither could be loaded."""
+    sizes = {int(match[2]) for path in folder.glob("rank_*.pt") if (match := _FILE.fullmatch(path.name))}
+    if sizes - {world_size}:
+        raise ValueError(
+            f"folder must hold no files of another number of ranks than {world_size}, got those of {sorted(sizes)} "
+            f"in {folder}: save into another folder, or remove them"
+        )
 
 
 def load_sharded(engine: Engine, folder: Path) -> None:

@@ -70,6 +70,22 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         make(connect("local")).load_sharded(tmp_path)
 
 
+def test_a_save_beside_that_of_another_number_of_ranks_is_refused_and_leaves_it_whole(tmp_path: Path) -> None:
+    def save(transport: Transport) -> None:
+        tables = make(transport)
+        step(tables, transport.rank, 0)
+        tables.save_sharded(tmp_path)
+        tables.close()
+
+    run_in_threads(3, save)
+    run_in_threads(3, save)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"no files of another number of ranks than 2, got those of \[3\]"):
+        run_in_threads(2, save)
+    assert sorted(tmp_path.iterdir()) == before
+    make(connect("local")).load_sharded(tmp_path)
+
+
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.1), RowwiseAdagrad(lr=0.1)], ids=lambda each: type(each).__name__)
 def test_training_goes_on_from_state_dicts_as_if_nothing_had_happened(optimizer: Any) -> None:
     def story(transport: Transport) -> list[dict[str, Tensor]]:
