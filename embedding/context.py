@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from ..kernels.sum_tree import sum_tree
-from ..transport import Pending, Transport
+from ..transport import Pending, Transport, TransportError
 from .device_arrays import Upload
-from .errors import naming
+from .errors import EmbeddingError, naming
 from .lanes import Lane, Ticket
 from .optimizer import Stamp
 from .plan import CallIndex, Gradients, GroupPlan, Values
@@ -87,9 +87,11 @@ class GroupContext:
         self._anchor = torch.zeros((), device=shard.weights.device, requires_grad=True)
         self._prepared: Prepared | None = None
         self._current: Iteration | None = None
+        self._torn: BaseException | None = None
 
     def start(self, group: int, batch: Batch, upcoming: Batch | None) -> Iteration:
         """Begin an iteration: in the background, fetch what the upcoming batch reads and this one leaves alone."""
+        self._refuse_torn()
         arriving, self._prepared = self._prepared, None
         if upcoming is not None:
             self._prepared = self._prepare(upcoming, upcoming.groups[group])
@@ -106,6 +108,7 @@ class GroupContext:
 
     def fetch_now(self, batch: Batch, plan: GroupPlan) -> Tensor:
         """Look up all rows of a batch and have the caller wait for them. Shape [u, D], float32."""
+        self._refuse_torn()
         rows = self._room(plan)
         self._background.drain()
 
@@ -118,16 +121,42 @@ class GroupContext:
         self._urgent.run(fetch, rows).wait()
         return rows
 
+    def refuse_gradients(self, rows: Tensor) -> Tensor:
+        """Rows of an evaluation, whose gradients would be lost: a backward through them raises."""
+        refusing: Tensor = _Untrained.apply(self._anchor, rows)  # type: ignore[no-untyped-call]  # torch's own lacks types
+        return refusing
+
     def discard(self) -> None:
         """Forget rows that were fetched ahead: the weights have changed since, or will."""
         self._prepared = None
 
     def drain(self) -> None:
-        """Have the caller wait until all updates are applied."""
+        """Have the caller wait until all updates are applied.
+
+        Raises:
+            EmbeddingError: A backward failed half way.
+        """
+        self._refuse_torn()
         self._background.drain()
         self._urgent.drain()
 
     def finish(self, iteration: Iteration, gradient: Tensor) -> None:
+        """End an iteration; see `_finish`. Weights of one that fails are neither old nor new: nobody gets them."""
+        self._refuse_torn()
+        try:
+            self._finish(iteration, gradient)
+        except BaseException as error:
+            self._torn = error
+            raise
+
+    def _refuse_torn(self) -> None:
+        if self._torn is None:
+            return
+        if isinstance(self._torn, TransportError):
+            raise type(self._torn)(f"a backward failed, and weights may be updated in part: {self._torn}")
+        raise EmbeddingError(f"a backward failed, and weights may be updated in part: {self._torn!r}")
+
+    def _finish(self, iteration: Iteration, gradient: Tensor) -> None:
         """Send gradients home. Rows that the next batch reads are updated first, and come back at once.
 
         Args:
@@ -265,6 +294,27 @@ class _Rows(torch.autograd.Function):
         with naming("backward", iteration.context.shard.step):
             iteration.context.finish(iteration, gradient)
         return None, None
+
+
+class _Untrained(torch.autograd.Function):
+    """Rows that were looked up in eval mode with gradients enabled."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor) -> Tensor:
+        """The rows, which require a gradient as `anchor` does."""
+        del ctx, anchor
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        """Raise."""
+        del ctx, gradient
+        raise EmbeddingError(
+            "the tables were in eval mode in this forward, and eval mode does not train them: call train() before it; "
+            "to train other parameters only, freeze the tables with requires_grad_(False) on the module that stands "
+            "for all of them"
+        )
 
 
 class _Gather(torch.autograd.Function):

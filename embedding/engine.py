@@ -71,6 +71,10 @@ class Engine:
         grad_scale: What the loss is multiplied with.
         seed: Of the weights; None leaves them zero.
         process_group: The ranks, for DTensors; None: the default group where it has the same ranks.
+
+    Attributes:
+        current: The forward under way.
+        frozen: Lookups are evaluations that take no gradient, whatever the mode.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Engine:
         self._contexts: list[GroupContext] = []
         self._queue: deque[Batch] = deque()
         self._running = False
+        self.frozen = False
         self.current: Running | None = None
 
     # ---- what a training step does
@@ -170,7 +175,7 @@ class Engine:
         return self._gather_call(running.batch, running.rows, call)
 
     def evaluate(self, ids: Sequence[Tensor], calls: Sequence[int]) -> list[list[Tensor]]:
-        """Rows of some calls' features, after all updates, leaving no trace.
+        """Rows of some calls' features, after all updates, leaving no trace; a backward through them raises.
 
         Args:
             ids: As for `prefetch`; features of other calls should have none.
@@ -182,6 +187,8 @@ class Engine:
             planner.wait(batch)
             rows = [context.fetch_now(batch, plan) for context, plan in zip(self._contexts, batch.groups, strict=True)]
         _use(batch)
+        if torch.is_grad_enabled() and not self.frozen:
+            rows = [context.refuse_gradients(each) for context, each in zip(self._contexts, rows, strict=True)]
         return [self._gather_call(batch, rows, call) for call in calls]
 
     def only(self, call: int, ids: Sequence[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..transport import TransportError
 
@@ -25,10 +26,19 @@ class IdOutOfRange(IndexError):
     """
 
     def __init__(self, rank: int, table: str, num_embeddings: int, feature: str, place: int, value: int) -> None:
-        super().__init__(
-            f"ids of feature '{feature}' must be from 0 to {num_embeddings - 1}, the rows of table '{table}': "
-            f"got {value} at place {place} on rank {rank}"
-        )
+        self._fields = rank, table, num_embeddings, feature, place, value
+        self._range = f"must be from 0 to {num_embeddings - 1}, the rows of table '{table}'"
+        self._found = f"got {value} at place {place} on rank {rank}"
+        super().__init__(f"ids of feature '{feature}' {self._range}: {self._found}")
+
+    def __reduce__(self) -> Any:
+        return type(self), self._fields, {"args": self.args}
+
+    def within(self, module: str) -> IdOutOfRange:
+        """The same of a lookup that a module was called for, whatever feature it was."""
+        told = IdOutOfRange(*self._fields)
+        told.args = (f"ids that '{module}' looks up {self._range}: {self._found}",)
+        return told
 
 
 class SettingsDiffer(EmbeddingError):

@@ -110,14 +110,15 @@ class PrioritizedEmbeddingCollection(EngineModule):
             IdOutOfRange: An id of an earlier batch, on any rank, is not in its table.
             EmbeddingError: Nobody takes the batches.
         """
-        if self.training and torch.is_grad_enabled():
+        if self._trains:
             self._engine.prefetch(self._reader.ids(upcoming if self._ids is None else self._ids(upcoming)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a step of the tables is not for compilers
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up all features.
 
-        Without gradients, or in eval mode, deferred updates are applied and rows looked up at once.
+        Without gradients, or in eval mode, deferred updates are applied and rows looked up at once. A backward through
+        a forward in eval mode raises `EmbeddingError`: it would not train the tables.
 
         Args:
             features: A torchrec `KeyedJaggedTensor`; or, by feature, tensors of ids of any shape or columns with
@@ -133,10 +134,8 @@ class PrioritizedEmbeddingCollection(EngineModule):
             TransportError: The ranks cannot reach each other.
         """
         ids = self._reader.ids(features)
-        if torch.is_grad_enabled() and self.training:
-            rows = self._engine.lookup(self._engine.start(ids), 0)
-        else:
-            rows = self._engine.evaluate(ids, [0])[0]
+        engine = self._engine
+        rows = engine.lookup(engine.start(ids), 0) if self._trains else engine.evaluate(ids, [0])[0]
         return self._reader.wrap(features, rows)
 
     def embedding_configs(self) -> list[Any]:

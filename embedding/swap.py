@@ -47,14 +47,14 @@ class PrioritizedEmbeddings(EngineModule):
         Args:
             upcoming: What the model will be called with.
         """
-        if self.training and torch.is_grad_enabled():
+        if self._trains:
             self._engine.prefetch(self._find_ids(upcoming))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a step of the tables is not for compilers
     def start(self, batch: Any) -> None:
         """Begin the forward of a batch; the model does it when it is called."""
         self.stop()
-        if self.training and torch.is_grad_enabled():
+        if self._trains:
             self._engine.start(self._find_ids(batch))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .engine import Engine
-from .errors import EmbeddingError
+from .errors import EmbeddingError, IdOutOfRange
 from .features import FeatureReader
 from .pooling import pool
 from .table_module import TableModule
@@ -40,9 +40,8 @@ class SwappedModule(TableModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a step of the tables is not for compilers
     def _look_up(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Rows of one call. Shapes [ids, D], float32."""
-        if not (self.training and torch.is_grad_enabled()):
-            first = self._calls[0]
-            return self._engine.evaluate(self._engine.only(first, ids), [first])[0]
+        if not self._trains:
+            return self._evaluate(ids)
         running = self._engine.current
         if running is None:
             raise EmbeddingError(
@@ -59,6 +58,16 @@ class SwappedModule(TableModule):
             f"'{self.name}' looks up {[each.numel() for each in ids]} ids that `ids` did not find in the batch, where "
             f"it found lists of {planned}: let `ids` give exactly the tensors that the module is called with"
         )
+
+    def _evaluate(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """Rows for any ids, in the place of the first call's: an error names the module, not that call's column."""
+        first = self._calls[0]
+        try:
+            return self._engine.evaluate(self._engine.only(first, ids), [first])[0]
+        except IdOutOfRange as error:
+            if len(ids) > 1:
+                raise
+            raise error.within(self.name) from None
 
 
 class SwappedEmbedding(SwappedModule):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .checkpoint import export, load, load_sharded, save_sharded, tensors_of
@@ -25,6 +26,35 @@ class TableModule(nn.Module):
     def __init__(self, engine: Engine, keys: dict[str, str]) -> None:
         super().__init__()
         self._engine, self._keys = engine, keys
+
+    def __getattr__(self, name: str) -> Any:
+        """What `state_dict()` holds, by the names there, such as `weight`. For reading: `load_state_dict` writes."""
+        if name in {key.split(".")[0] for key in self.__dict__.get("_keys", ())}:
+            return getattr(_Weights(self._engine, self._keys), name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {key.split(".")[0] for key in self.__dict__.get("_keys", ())}:
+            raise AttributeError(f"'{name}' of prioritized tables cannot be replaced: load_state_dict writes weights")
+        super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refuse to freeze one module, or to train it alone: tables share their updates.
+
+        Raises:
+            EmbeddingError: It would change this module and leave the others as they are.
+        """
+        if requires_grad == self._engine.frozen:
+            raise EmbeddingError(
+                "one module of prioritized tables cannot be frozen, or trained, alone: give it ids None in "
+                "`prioritize`, which leaves it as it is; or use requires_grad_() of the model's "
+                "`prioritized_embeddings`, for all tables"
+            )
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled() and not self._engine.frozen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own lacks types
@@ -63,9 +93,40 @@ class TableModule(nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise EmbeddingError("prioritized embeddings have connections to other ranks and cannot be copied")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EmbeddingError(
+            "prioritized embeddings have connections to other ranks and cannot be pickled: save state_dict() instead"
+        )
+
+
+class _Weights:
+    """Reads weights by the names that a state_dict has for them, one part of a name after the other."""
+
+    def __init__(self, engine: Engine, keys: dict[str, str]) -> None:
+        self._engine, self._keys = engine, keys
+
+    def __getattr__(self, name: str) -> Any:
+        rest = {key[len(name) + 1 :]: table for key, table in self._keys.items() if f"{key}.".startswith(f"{name}.")}
+        if "" in rest:
+            self._engine.flush()
+            return export(self._engine, rest[""], tensors_of(self._engine, rest[""])["weight"])
+        if not rest:
+            raise AttributeError(f"no '{name}' among {sorted(self._keys)}")
+        return _Weights(self._engine, rest)
+
 
 class EngineModule(TableModule):
     """A module that stands for all tables of an engine."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freeze all tables, or train them again; on every rank alike.
+
+        Frozen, `prefetch` does nothing and forwards look up directly, as in eval mode, but backwards pass the tables
+        by. `requires_grad_` of a module around them does not reach them: they have no parameters.
+        """
+        self._engine.reset()
+        self._engine.frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
 
     def flush(self) -> None:
         """Apply what is deferred. `state_dict()` and forwards without gradients do it by themselves."""
@@ -88,7 +149,10 @@ class EngineModule(TableModule):
         Every rank calls it at the same step. A file is replaced only once it is whole.
 
         Args:
-            folder: Where; one folder a save, seen by all ranks that will load it.
+            folder: Where; one folder a save, seen by all ranks that will load it. A save by as many ranks is replaced.
+
+        Raises:
+            ValueError: It holds the files of another number of ranks.
         """
         save_sharded(self._engine, Path(folder))
 

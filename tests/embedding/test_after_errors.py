@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding import Adam, EmbeddingError, IdOutOfRange, PrioritizedEmbeddingCollection, Sgd, Table
-from freescale.transport import Transport, TransportClosed
+from freescale.transport import Transport, TransportClosed, TransportError
 
 from embedding_runs import shard_of
 from rank_threads import run_in_threads
@@ -145,3 +146,42 @@ def test_a_prefetch_too_many_on_one_rank_is_told_as_that(world_size: int) -> Non
 
     told = run_in_threads(world_size, story, timeout_s=10)
     assert any("prefetch #2" in each and "comparison #2" in each for each in told), told
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_after_a_failed_backward_nobody_gets_weights(prefetches: bool, tmp_path: Path) -> None:
+    """Rank 1 is gone when rank 0's gradients should travel."""
+
+    def story(transport: Transport) -> None:
+        tables = make(transport)
+        train(tables, range(3), last=not prefetches)
+        loss = tables(ids(3, 5))["item"].sum()
+        if prefetches:
+            tables.prefetch(ids(4))
+        if transport.rank == 1:
+            tables.close()
+            transport.close()
+            return
+        with pytest.raises(TransportError):
+            loss.backward()
+        for call in (
+            tables.state_dict,
+            tables.fused_optimizer.state_dict,
+            tables.flush,
+            tables.reset,
+            lambda: tables.save_sharded(tmp_path),
+        ):
+            with pytest.raises(TransportError, match="a backward failed, and weights may be updated in part"):
+                call()
+        with pytest.raises(TransportError):
+            tables(ids(1))
+        assert not list(tmp_path.iterdir())
+        tables.close()
+
+    run_in_threads(2, story, timeout_s=10)
+
+
+def test_errors_of_ids_can_be_sent_to_other_processes() -> None:
+    error = IdOutOfRange(1, "item", 20, "clicked", 3, 99).within("pages")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).startswith("ids that 'pages' looks up must be from 0 to 19, the rows of table 'item': got 99")
