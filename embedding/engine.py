@@ -126,6 +126,7 @@ class Engine:
         self._queue: deque[Batch] = deque()
         self._running = False
         self.frozen = False
+        self._closed = False
         self.current: Running | None = None
 
     # ---- what a training step does
@@ -243,7 +244,7 @@ class Engine:
         self.flush()
         self._queue.clear()
         self._running = False
-        if self._planner is not None:
+        if self._planner is not None and not self._closed:
             self._planner.forget()
         for context in self._contexts:
             context.discard()
@@ -255,7 +256,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End threads and channels, also after a failure."""
+        """End threads and channels, also after a failure. Weights can still be read."""
+        self._closed = True
         if self._planner is None:
             for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
                 channel.close()
@@ -266,6 +268,8 @@ class Engine:
 
     def move(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply what `Module.to` applies."""
+        if function(torch.empty(0, dtype=self.shards[0].weights.dtype, device=self.device)).is_meta:
+            raise EmbeddingError("tables cannot move to the meta device: their weights would be lost")
         self.reset()
         for shard, settings in zip(self.shards, self.optimizer.param_groups, strict=True):
             shard.move(function)
@@ -325,6 +329,8 @@ class Engine:
 
     def _open(self) -> Planner:
         """Start lanes and the id plane at the first batch, when tables have come to where they stay."""
+        if self._closed:
+            raise EmbeddingError("the tables were closed: nothing can be looked up; state_dict() still works")
         if self._planner is None:
             leave_at_exit(self)
             self._lanes = open_lanes(self._urgent_channel, self._background_channel, self.device)

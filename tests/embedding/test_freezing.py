@@ -168,3 +168,27 @@ def test_copies_and_pickles_are_refused_with_words(copied: Any) -> None:
     with pytest.raises(EmbeddingError, match="have connections to other ranks and cannot be"):
         copied(model.pages)
     model.prioritized_embeddings.close()
+
+
+def test_tables_do_not_move_to_where_nothing_is() -> None:
+    model = make()
+    before = weights(model)
+    with pytest.raises(EmbeddingError, match="cannot move to the meta device"):
+        model.to("meta")
+    assert torch.equal(model.state_dict()["pages.weight"], before["pages.weight"])
+    model.prioritized_embeddings.close()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_closed_tables_look_nothing_up_and_can_be_saved(used: bool) -> None:
+    model = make()
+    if used:
+        model.prioritized_embeddings.prefetch(make_batch(2))
+        model(make_batch(1)).sum().backward()
+    before = weights(model)
+    model.prioritized_embeddings.close()
+    for call in (model, model.prioritized_embeddings.prefetch):
+        with pytest.raises(EmbeddingError, match="the tables were closed"):
+            call(make_batch(1))
+    assert equal(weights(model), before)
+    model.load_state_dict(before)

@@ -8,11 +8,12 @@ import traceback
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from freescale.embedding import Adam, EmbeddingError, PrioritizedEmbeddingCollection, RowwiseAdagrad, Sgd, Table
 from freescale.transport import Transport, connect
 
-from embedding_runs import Data, assert_equal, train
+from embedding_runs import Data, assert_equal, shard_of, train
 
 TABLES = [Table("item", 300, 128, ["clicked", "shown"]), Table("user", 5, 128), Table("shop", 90, 12)]
 
@@ -67,7 +68,29 @@ def check_other_ids_are_noticed(transport: Transport, device: str, steps: int) -
     tables.close()
 
 
-CHECKS = [check_parity, check_hot_rows, check_narrow_types, check_other_ids_are_noticed]
+def check_state_dicts_of_torch(transport: Transport, device: str, steps: int) -> None:
+    """What torch.distributed.checkpoint gets of a model, it can set again."""
+    del steps
+    data = Data(TABLES)
+    tables = PrioritizedEmbeddingCollection(TABLES, transport, optimizer=Sgd(lr=0.1), device=device)
+    saved: dict[str, Any] = dict(get_model_state_dict(tables))
+    saved = {name: value.clone() for name, value in saved.items()}
+    before = shard_of(tables)
+    sum(each.square().sum() for each in tables(data.batch(transport.rank, 0)).values()).backward()
+    assert not torch.equal(shard_of(tables)["item"], before["item"])
+    set_model_state_dict(tables, saved)
+    for name, value in shard_of(tables).items():
+        assert torch.equal(value, before[name]), name
+    tables.close()
+
+
+CHECKS = [
+    check_parity,
+    check_hot_rows,
+    check_narrow_types,
+    check_other_ids_are_noticed,
+    check_state_dicts_of_torch,
+]
 
 
 def main(backend: str, device: str, steps: int) -> None:
