@@ -38,7 +38,8 @@ class PrioritizedEmbeddingCollection(EngineModule):
             float32 tables, and rounds.
         gradient_division: Average gradients over ranks, as torchrec does; else they are added.
         grad_scale: What the loss is multiplied with: a GradScaler, or a function that returns it; taken out of the
-            gradients before the update. Rows with a gradient that is not finite are left as they are, and counted.
+            gradients before the update. With or without it, rows with a gradient that is not finite are left as they
+            are, and counted.
         seed: Of the weights. The same tables come out on any number of ranks.
         process_group: The ranks, for DTensors in state_dicts; None: the default group where it has the same ranks.
 
@@ -107,8 +108,7 @@ class PrioritizedEmbeddingCollection(EngineModule):
             upcoming: What forward will be given; or what `ids` takes.
 
         Raises:
-            IdOutOfRange: An id of an earlier batch, on any rank, is not in its table.
-            EmbeddingError: Nobody takes the batches.
+            EmbeddingError: Nobody takes the batches; ranks were made with different settings or are out of step.
         """
         if self._trains:
             self._engine.prefetch(self._reader.ids(upcoming if self._ids is None else self._ids(upcoming)))
@@ -129,7 +129,8 @@ class PrioritizedEmbeddingCollection(EngineModule):
             tensors of shape [*ids.shape, D].
 
         Raises:
-            IdOutOfRange: On every rank, if any rank has such an id.
+            IdOutOfRange: On every rank, if any rank has such an id in this batch or the one prefetched after it; then
+                `reset()` before training goes on.
             EmbeddingError: Not the batch that was prefetched, or inside of activation checkpointing.
             TransportError: The ranks cannot reach each other.
         """

@@ -135,7 +135,8 @@ class EngineModule(TableModule):
     def reset(self) -> None:
         """Forget batches that were prefetched, on every rank alike: for those who leave a loop before its end.
 
-        Deferred updates are applied. Loading a state_dict does it by itself.
+        Deferred updates are applied. Loading a state_dict does it by itself. After an `IdOutOfRange`, training goes on
+        from here.
         """
         self._engine.reset()
 
