@@ -44,9 +44,10 @@ class Trainer:
         self._dense_channel = transport.channel("dense")
         tables = [Table("uih", PAGES, 4)]
         self.tables = PrioritizedEmbeddingCollection(tables, transport, optimizer=RowwiseAdagrad(lr=0.1))
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.dense = nn.Linear(4, 1)
+        self.dense = nn.Linear(4, 1)
+        generator = torch.Generator().manual_seed(0)  # ranks may be threads, which share torch's own
+        for parameter in self.dense.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
         self._optimizer = torch.optim.SGD(self.dense.parameters(), lr=0.1, momentum=0.9)
         source = read_parquet(data, 3, rank=transport.rank, world_size=transport.world_size, shuffle=True, seed=7)
         self.loader: Any = balance(source, transport, "uih")
