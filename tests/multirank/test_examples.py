@@ -19,7 +19,7 @@ EXAMPLES = {
     "mixed_precision_training.py": ("process_group", "loss "),
     "torchrec_training.py": ("process_group", "45 steps, loss "),
     "lightning_training.py": ("process_group", "50 steps, loss "),
-    "prioritized_embeddings.py": ("process_group", "60 steps, loss "),
+    "prioritized_embeddings.py": ("process_group", "60 steps"),
     "staged_pipeline.py": ("process_group", "60 steps, loss "),
     "resume.py": ("mpi", "1000 over all ranks"),
 }
@@ -49,7 +49,7 @@ def test_an_example_runs_on_two_ranks(name: str) -> None:
 def test_an_example_alone_runs_or_says_how_to_launch_it(name: str) -> None:
     command = [sys.executable, str(FOLDER / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if EXAMPLES[name][1].endswith("loss "):  # trainers
+    if EXAMPLES[name][1].endswith("loss "):  # trainers that need several ranks
         assert done.returncode == 1
         said = done.stderr.splitlines()[-1]
         needy = "TorchRec needs ranks to shard over" if "torchrec" in name else "DDP needs several ranks"
