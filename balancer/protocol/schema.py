@@ -225,7 +225,7 @@ class Schema:
         for column in columns:
             possible = column.num_levels in (0, 1, 2) and all(0 <= n < 1 << 31 for n in column.shape)
             if not possible or len(column.shape) > 64 or column.row_bytes > 1 << 40:
-                raise ProtocolError(f"a peer described an impossible column: {column}")
+                raise ProtocolError(f"a peer described an impossible column: {column!r}")
         if len({column.name for column in columns}) != len(columns):
             raise ProtocolError("a peer described two columns of one name")
         return cls(columns, description if isinstance(description, str) else None)
