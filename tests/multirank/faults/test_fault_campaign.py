@@ -36,7 +36,8 @@ QUICK = {
     "kill backward": GONE,
     "stop stage III": LATE,
     "pause stage I": "trained to the end",
-    "kill worker": rf"rank 1 failed.*DataLoader worker \(pid.* is killed|{TOLD}.*DataLoader worker",
+    # The loader hears of it at the step that it loads then, which depends on how far ahead it is.
+    "kill worker": r"rank 1 failed.*DataLoader worker \(pid.* (is killed|exited unexpectedly)",
     "raise partitioner": TOLD + "partitioner: RuntimeError: on fire",
     "exhaust packing": TOLD + "packing: MemoryError: no room",
     "corrupt file": TOLD + r"ValueError: cannot read row group 10 of .*pages-1\.parquet",
