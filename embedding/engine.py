@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class Engine:
         }
         self.calls = [[Place(feature, *self.table_of[table]) for feature, table in call] for call in calls]
         self._slots, self._indices = lay_out_slots(self.calls)
+        self._first_slots = list(accumulate(map(len, self.calls), initial=0))
         if seed is not None:
             for shard in self.shards:
                 shard.initialise(seed)
@@ -194,13 +196,13 @@ class Engine:
 
     def only(self, call: int, ids: Sequence[Tensor]) -> list[Tensor]:
         """Ids of one call, and none for all others, as `evaluate` takes them."""
-        first = self._first_slot(call)
+        first = self._first_slots[call]
         nothing = [torch.empty(0, dtype=torch.int64) for _ in self._slots]
         return [*nothing[:first], *ids, *nothing[first + len(ids) :]]
 
     def sizes_of(self, running: Running, call: int) -> list[int]:
         """How many ids each feature of a call has in a batch."""
-        first = self._first_slot(call)
+        first = self._first_slots[call]
         return running.batch.ids.sizes[first : first + len(self.calls[call])]
 
     def find_call(self, running: Running, calls: Sequence[int], ids: Sequence[Tensor]) -> int | None:
@@ -212,20 +214,17 @@ class Engine:
         flat = [each.reshape(-1) for each in ids]
         fitting = [call for call in calls if self.sizes_of(running, call) == sizes]
         for call in fitting:
-            columns = running.given.tensors[self._first_slot(call) :]
+            columns = running.given.tensors[self._first_slots[call] :]
             if all(one.data_ptr() == other.data_ptr() for one, other in zip(flat, columns, strict=False)):
                 return call
         for call in fitting:
-            planned = running.batch.ids.tensors[self._first_slot(call) :]
+            planned = running.batch.ids.tensors[self._first_slots[call] :]
             pairs = list(zip(flat, planned, strict=False))
             if all(one.is_cuda or other.is_cuda or same_ids(one, other) for one, other in pairs):
                 if self._late_check is not None:
                     self._late_check.add(HostIds(self.only(call, ids)), running.batch.ids)
                 return call
         return None
-
-    def _first_slot(self, call: int) -> int:
-        return sum(len(each) for each in self.calls[:call])
 
     def dtype_of(self, table: str) -> torch.dtype:
         """Of a table's weights."""
@@ -318,14 +317,13 @@ class Engine:
             raise EmbeddingError(f"{rule}: feature '{self._slots[other].feature}' was prefetched with other ids")
 
     def _gather_call(self, batch: Batch, rows: Sequence[Tensor], call: int) -> list[Tensor]:
-        places = self.calls[call]
+        first = self._first_slots[call]
         outputs: dict[int, Tensor] = {}
         for group, (index, features) in self._indices[call].items():
-            slots = [slot for slot, each in enumerate(self._slots) if each.group == group and each.call == index]
             looked_up = gather(rows[group], batch.groups[group].calls[index])
-            pieces = looked_up.split([batch.ids.sizes[slot] for slot in slots]) if len(slots) > 1 else [looked_up]
-            outputs.update(zip(features, pieces, strict=True))
-        return [outputs[i] for i in range(len(places))]
+            sizes = [batch.ids.sizes[first + feature] for feature in features]
+            outputs.update(zip(features, looked_up.split(sizes) if len(sizes) > 1 else [looked_up], strict=True))
+        return [outputs[i] for i in range(len(outputs))]
 
     def _open(self) -> Planner:
         """Start lanes and the id plane at the first batch, when tables have come to where they stay."""

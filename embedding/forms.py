@@ -62,11 +62,10 @@ class Layout:
         """Rows of this rank's shard that keys of its own mean. Shape of `keys`."""
         return keys - self.rank * self.local_rows
 
-    def place(self, table: int, rank: int | None = None) -> tuple[int, int, int]:
-        """Where a rank keeps its part of a table: first local row, first row of the table, number of rows."""
-        rank = self.rank if rank is None else rank
+    def place(self, table: int) -> tuple[int, int, int]:
+        """Where this rank keeps its part of a table: first local row, first row of the table, number of rows."""
         rows, block = self.tables[table].num_embeddings, self.blocks[table]
-        first = min(rank * block, rows)
+        first = min(self.rank * block, rows)
         return self.starts[table], first, min(block, rows - first)
 
 

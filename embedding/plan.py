@@ -19,19 +19,6 @@ from .forms import Bits, Ints, Layout, Occurrences, find_occurrences, merge_piec
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """Lookups of one forward whose outputs are gathered at once: a collection's features, or one column of a module.
-
-    Attributes:
-        features: Which entries of the batch, in order.
-        sizes: Ids of each.
-    """
-
-    features: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class CallIndex:
     """How a call reads the batch's rows, and how its gradients are added up.
 
@@ -85,14 +72,13 @@ class GroupPlan:
     Attributes:
         keys: Distinct keys asked for, ascending. Shape [u].
         sent: How many of each rank. Shape [world_size].
+        occurrences: Where each call's keys occur; one a call.
         rows: Local rows that this rank is asked for, ordered by asker. Shape [received.sum()].
         received: How many by each rank. Shape [world_size].
         late: Bits of `keys`: the batch before touches the row. None: all count as late.
         late_rows: The same of `rows`.
-        urgent: Bits of `keys`: the next batch reads the row. None while unknown.
-        urgent_rows: The same of `rows`.
         num_early: Rows that arrive early.
-        calls: One a call.
+        calls: How each reads the rows; one a call.
         early: Values of the early part; None where all is late.
         late_values: Values of the late part.
         urgent_gradients: Set once the next batch is known.

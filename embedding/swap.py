@@ -125,13 +125,13 @@ def prioritize(
     """
     found = _find_modules(model, ids)
     plans = [_plan_module(name, module, ids[name]) for name, module in found.items()]
-    device = next(iter(found.values())).state_dict(keep_vars=True)
+    first_weight = next(next(iter(found.values())).parameters())
     engine = Engine(
         [table for plan in plans for table in plan.tables],
         [call for plan in plans for call in plan.calls],
         transport,
         optimizer,
-        device=next(iter(device.values())).device,
+        device=first_weight.device,
         synchronous=synchronous,
         urgent=urgent,
         background=background,

@@ -119,11 +119,10 @@ class SwappedCollection(SwappedModule):
     """In the place of torchrec's `EmbeddingCollection`."""
 
     def __init__(self, engine: Engine, module: Any, name: str, calls: Sequence[int]) -> None:
-        self._configs = module.embedding_configs()
-        keys = {f"embeddings.{config.name}.weight": f"{name}.{config.name}" for config in self._configs}
+        configs = module.embedding_configs()
+        keys = {f"embeddings.{config.name}.weight": f"{name}.{config.name}" for config in configs}
         super().__init__(engine, keys, name, calls)
-        self._configs = module.embedding_configs()
-        self._reader = FeatureReader([read_config(config) for config in self._configs])
+        self._configs, self._reader = configs, FeatureReader([read_config(config) for config in configs])
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Rows of a KeyedJaggedTensor's ids, by feature, as JaggedTensors of float32."""
