@@ -2,14 +2,14 @@
 
 The stages of step i, and what runs ahead of it:
 
-    data loading    take batch i + 2 from the loader, hand its ids to the embedding modules, copy it to the device
+    data loading    take batch i + 2 from the loader, or i + 3 and hand it to the modules that prefetch; copy it over
     forward         of batch i
     backward        of batch i
     optimizer       step
     metrics         of batch i, while what the backward sent still travels
 
 Data loading comes between forward and backward: by then the GPU has a forward pass to do, and everything that follows
-from the ids of batch i + 2 has a backward pass, an optimizer step and the metrics to arrive in.
+from its ids has a backward pass, an optimizer step, the metrics and, where modules prefetch, a whole step to arrive in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Prefetching(Protocol):
     """A module that wants to know what it will look up before its forward."""
 
     def prefetch(self, upcoming: Any, /) -> object:
-        """Take what the module will be called with two batches from now. In the order of the batches."""
+        """Take what the module will be called with three batches from now. In the order of the batches."""
 
 
 @dataclass
