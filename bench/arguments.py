@@ -1,10 +1,24 @@
-"""Types of command-line arguments that the commands of this folder share (beside the paper)."""
+"""What the command lines of this folder share: types of arguments, mistakes, files of figures (beside the paper)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+def status_of(command: Callable[[], int | None]) -> int:
+    """Run a command. Returns its exit status; 2 for a mistake or a file that fails, printed in one line."""
+    try:
+        return command() or 0
+    except (ValueError, OSError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        return 2
 
 
 def at_least_one(text: str) -> int:
@@ -52,3 +66,37 @@ def output_folder(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write to {text}: {error.strerror}") from None
     return Path(text)
+
+
+def write_figures(path: Path, found: Any) -> None:
+    """Write measurements as JSON.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_parameters(name: str, text: str, defaults: Mapping[str, float]) -> dict[str, float]:
+    """Read `key=number,…` over defaults, which also say what keys there are.
+
+    Raises:
+        ValueError: Another key, or not a number.
+
+    Example:
+        >>> read_parameters("zipf", "rows=50", {"exponent": 1.05, "rows": 1e7})
+        {'exponent': 1.05, 'rows': 50.0}
+    """
+    values = dict(defaults)
+    for part in filter(None, text.split(",")):
+        key, _, number = part.partition("=")
+        if key not in values:
+            raise ValueError(f"{name} has parameters {', '.join(values)}, not {key!r}")
+        try:
+            values[key] = float(number)
+        except ValueError:
+            raise ValueError(f"{name}: {key} must be a number, got {number!r}") from None
+    return values

@@ -6,7 +6,6 @@ Those are the rows whose update must not be deferred; all others can travel whil
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .collision_ratio import Collisions, collisions
 from .environment import environment
 from .id_source import IdSource, id_source
@@ -61,36 +60,32 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 2 for a mistake in the arguments."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        outcomes = []
-        for text in options.ids or ["zipf"]:
-            outcomes += measure(
-                id_source(text, options.seed), options.cuts, options.batch_sizes, options.ranks, options.pairs
-            )
-            console.print(f"{outcomes[-1].source}: done")
-        tables = [table(outcomes, source) for source in dict.fromkeys(o.source for o in outcomes)]
-        for each in tables:
-            print_table(each, console)
-        if options.plot is not None:
-            from .collisions_plot import draw
+    return status_of(lambda: _run(options, Console(highlight=False, soft_wrap=not sys.stdout.isatty())))
 
-            draw(outcomes, options.plot)
-            console.print(f"picture: {options.plot}")
-        if options.json is not None:
-            options.json.write_text(
-                json.dumps({"environment": environment(), "outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n"
-            )
-        if options.results is not None:
-            title = "Rows that consecutive batches share"
-            path = write_result(options.results, "collisions", title, environment(), [_note(), *tables])
-            console.print(f"written to {path}")
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    if options.plot is not None:
+        from .collisions_plot import draw  # before the work, so that a missing library shows at once
+    outcomes = []
+    for text in options.ids or ["zipf"]:
+        outcomes += measure(
+            id_source(text, options.seed), options.cuts, options.batch_sizes, options.ranks, options.pairs
+        )
+        console.print(f"{outcomes[-1].source}: done")
+    tables = [table(outcomes, source) for source in dict.fromkeys(o.source for o in outcomes)]
+    for each in tables:
+        print_table(each, console)
+    if options.plot is not None:
+        draw(outcomes, options.plot)
+        console.print(f"picture: {options.plot}")
+    if options.json is not None:
+        write_figures(options.json, {"environment": environment(), "outcomes": [asdict(o) for o in outcomes]})
+    if options.results is not None:
+        title = "Rows that consecutive batches share"
+        path = write_result(options.results, "collisions", title, environment(), [_note(), *tables])
+        console.print(f"written to {path}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from .arguments import read_parameters
 from .embedding_workload import power_law
 
 _ZIPF: dict[str, float] = {"exponent": 1.05, "rows": 10_000_000, "median": 3500, "sigma": 1.0}
@@ -61,15 +62,7 @@ def id_source(text: str, seed: int | None = None) -> IdSource:
 
 
 def _zipf(rest: str, seed: int) -> IdSource:
-    values = dict(_ZIPF)
-    for part in filter(None, rest.split(",")):
-        key, _, number = part.partition("=")
-        if key not in values:
-            raise ValueError(f"zipf has parameters {', '.join(values)}, not {key!r}")
-        try:
-            values[key] = float(number)
-        except ValueError:
-            raise ValueError(f"zipf: {key} must be a number, got {number!r}") from None
+    values = read_parameters("zipf", rest, _ZIPF)
     if values["rows"] < 1 or values["median"] <= 0:
         raise ValueError(f"zipf: rows must be at least 1 and median positive, got {rest}")
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file
+from .arguments import at_least_one, output_file, status_of, write_figures
 from .environment import environment
 from .histories import Histories, read_histories
 from .inspection import Finding, inspect_histories
@@ -36,12 +34,7 @@ _MOST_IDS, _MOST_ITEMS = 40_000_000, 100_000_000  # so that it takes seconds
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    try:
-        _run(options, Console())
-    except ValueError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
-    return 0
+    return status_of(lambda: _run(options, Console()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +86,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             "lengths": _quantiles(histories, options.max_length),
             "findings": [asdict(found) for found in findings],
         }
-        _write(options.json, json.dumps(found_all, indent=1) + "\n")
+        write_figures(options.json, found_all)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
         draw(histories, findings, options.max_length, options.plot)
@@ -210,13 +203,6 @@ def verdict(findings: Sequence[Finding]) -> list[str]:
         else:
             lines.append(f"At most {most.collisions:.1f} % of the rows looked up have to wait for an update ({at}).")
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

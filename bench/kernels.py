@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .arguments import output_file, output_folder
+from .arguments import output_file, output_folder, status_of
 from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
 from .kernel_cases import ways as ways_of
 from .kernel_report import Outcome, Report
@@ -134,12 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.world_size is None:
         sizes = _WORLD_SIZES if options.device == "cuda" else (8, 32, 128)
         options.world_size = (8, 32, 512)[: 3 if options.device == "cuda" else 2] if options.quick else sizes
-    try:
-        _run(options, Console())
-    except ValueError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
-    return 0
+    return status_of(lambda: _run(options, Console()))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from .arguments import read_parameters
+
 Lengths = NDArray[np.int64]
 
 DISTRIBUTIONS: dict[str, dict[str, float]] = {
@@ -72,17 +74,10 @@ def length_source(text: str) -> LengthSource:
 
 
 def _distribution(name: str, rest: str) -> LengthSource:
-    values = dict(DISTRIBUTIONS[name])
-    for part in filter(None, rest.split(",")):
-        key, _, number = part.partition("=")
-        if key not in values:
-            raise ValueError(f"{name} has parameters {', '.join(values)}, not {key!r}")
-        try:
-            values[key] = float(number)
-        except ValueError:
-            raise ValueError(f"{name}: {key} must be a number, got {number!r}") from None
-        if not 0 <= values[key] < 2**53:
-            raise ValueError(f"{name}: {key} must be finite and not negative, got {number}")
+    values = read_parameters(name, rest, DISTRIBUTIONS[name])
+    for key, value in values.items():
+        if not 0 <= value < 2**53:
+            raise ValueError(f"{name}: {key} must be finite and not negative, got {value:g}")
     if name == "uniform" and values["low"] > values["high"]:
         raise ValueError(f"uniform: low must not exceed high, got {values['low']:g} and {values['high']:g}")
     if name == "zipf" and values["exponent"] <= 1:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from ..balancer.partitioners.constraints import grouped
 from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples, validate_plan
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source
@@ -70,13 +68,7 @@ class Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
-        _run(options, Console())
-    except ValueError as error:
-        errors.print(f"error: {error}", markup=False)
-        return 2
-    return 0
+    return status_of(lambda: _run(options, Console()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,7 +130,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
                 console.print(f"textbook Karmarkar-Karp left out above {_LARGEST_WORLD_OF_TEXTBOOK} ranks")
     if options.json is not None:
         found = {"environment": environment(), "outcomes": [asdict(outcome) for outcome in outcomes]}
-        _write(options.json, json.dumps(found, indent=1) + "\n")
+        write_figures(options.json, found)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
         draw(outcomes, options.plot, source.title)
@@ -292,13 +284,6 @@ def _short(value: float) -> str:
     if value >= 10:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
     return "<0.001" if value < 0.001 else f"{float(f'{value:.2g}'):g}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .arguments import status_of
 from .compute_fit import RESULTS
 from .environment import environment
 from .report_claims import claims
@@ -49,11 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few minutes in all")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
-    try:
-        return _run(options, console)
-    except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
+    return status_of(lambda: _run(options, console))
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .compute_fit import COMPUTE_PATTERN, RESULTS, ComputeFit
 from .environment import environment
 from .simulate_check import compare
@@ -53,12 +53,7 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    try:
-        _run(options, Console())
-    except ValueError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
-    return 0
+    return status_of(lambda: _run(options, Console()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,7 +144,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             "rows": [asdict(row) for row in rows],
             "compared": [asdict(each) for each in compared],
         }
-        _write(options.json, json.dumps(found_all, indent=1) + "\n")
+        write_figures(options.json, found_all)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
         draw(rows, options.plot, samples.title)
@@ -276,13 +271,6 @@ def _method(
         f"samples a second over TorchRec's. Collisions, the share of the rows a rank asks for that the next step asks "
         f"for too: {how}. {said}."
     )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .arguments import read_parameters
 from .collision_ratio import among
 from .embedding_workload import power_law
 from .histories import read_histories
@@ -56,15 +57,7 @@ def samples_of(text: str, seed: int = 0) -> Samples:
 
 
 def _zipf(rest: str, seed: int) -> Samples:
-    values = dict(_ZIPF)
-    for part in filter(None, rest.split(",")):
-        key, _, number = part.partition("=")
-        if key not in values:
-            raise ValueError(f"zipf has parameters {', '.join(values)}, not {key!r}")
-        try:
-            values[key] = float(number)
-        except ValueError:
-            raise ValueError(f"zipf: {key} must be a number, got {number!r}") from None
+    values = read_parameters("zipf", rest, _ZIPF)
     exponent, rows = values["exponent"], int(values["rows"])
     if rows < 1 or values["median"] <= 0 or exponent < 0:
         raise ValueError(f"zipf: rows must be at least 1, median positive, exponent not negative, got {values}")

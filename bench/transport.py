@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .arguments import output_file, output_folder
+from .arguments import output_file, output_folder, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
@@ -69,17 +69,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 1 after an error that was printed."""
+    """Run the command. Returns the exit status: 0, 2 for a mistake, 1 if ranks failed; what it was is printed."""
     options = _parser().parse_args(arguments)
     try:
-        refuse_inside_a_launch()
-        if options.plot is not None:
-            from . import transport_plot  # noqa: F401  before the work, so that a missing library shows at once
-        _run(options, Console())
-    except (ValueError, LaunchError) as error:
+        return status_of(lambda: _run(options, Console()))
+    except LaunchError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         return 1
-    return 0
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -100,6 +96,9 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
+    refuse_inside_a_launch()
+    if options.plot is not None:
+        from . import transport_plot  # noqa: F401  before the work, so that a missing library shows at once
     num_ranks = options.ranks or torch.cuda.device_count()
     if num_ranks < 2 or torch.cuda.device_count() < 2:
         raise ValueError(f"this bench needs two GPUs of one host, found {torch.cuda.device_count()}")

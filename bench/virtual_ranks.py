@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .compute_fit import ComputeFit
 from .environment import environment
 from .lengths import length_source
@@ -44,12 +42,7 @@ _SCALES = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    try:
-        _run(options, Console())
-    except ValueError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
-    return 0
+    return status_of(lambda: _run(options, Console()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,7 +107,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             "fit": fit.to_dict(),
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
-        _write(options.json, json.dumps(found, indent=1) + "\n")
+        write_figures(options.json, found)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
         draw(outcomes, scale.base, options.plot, source.title)
@@ -224,13 +217,6 @@ def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "CPU, one thread"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

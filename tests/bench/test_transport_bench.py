@@ -58,7 +58,7 @@ def test_a_rank_sends_to_the_others_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two GPUs")
 def test_without_two_gpus_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 1
+    assert main([]) == 2
     assert "needs two GPUs of one host, found" in capsys.readouterr().err
 
 
