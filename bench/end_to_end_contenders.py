@@ -12,22 +12,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from ..balancer import BalancedLoader, JaggedBatch, StagedPipeline, WorldSamples, balance, greedy_batch_size
-from .embedding_contenders import Setup, shard_row_wise
-from .embedding_model import SequenceTower
+from .embedding_contenders import Recommender, Setup, shard_row_wise
 from .end_to_end_batch import HISTORY, Batch, Ring, balanced_batch
 
 
-class Recommender(nn.Module):
-    """Tables and the dense part behind them.
-
-    Args:
-        tables: An EmbeddingCollection, or what stands for one.
-        tower: The dense part.
-    """
-
-    def __init__(self, tables: nn.Module, tower: SequenceTower) -> None:
-        super().__init__()
-        self.tables, self.tower = tables, tower
+class ScaledRecommender(Recommender):
+    """A `Recommender` whose batches say how the global loss is shared between ranks."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Give this rank's share of the global loss, and the same without its graph."""
@@ -144,7 +134,7 @@ def _torchrec(setup: Setup, pipeline: Any, *, is_balanced: bool, deduplicates: b
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": setup.learning_rate, "eps": 1e-8}
     tables = EmbeddingCollection(tables=setup.configs(), device=torch.device("meta"))
     sharder = EmbeddingCollectionSharder(fused, use_index_dedup=deduplicates)
-    model = shard_row_wise(setup, Recommender(tables, setup.tower()), sharder)
+    model = shard_row_wise(setup, ScaledRecommender(tables, setup.tower()), sharder)
     made = pipeline(model, setup.dense_optimizer(model), setup.device)
     return Contender(setup, model, made, is_balanced=is_balanced, prepares=False)
 
@@ -161,7 +151,10 @@ def _ours(setup: Setup, *, is_balanced: bool, is_synchronous: bool = False) -> C
         ids=lambda batch: batch.ids,
     )
     model = nn.parallel.DistributedDataParallel(
-        Recommender(tables, setup.tower()), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+        ScaledRecommender(tables, setup.tower()),
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        static_graph=True,
     )
     prepare = balanced_batch if is_balanced else None
     pipeline = StagedPipeline(model, setup.dense_optimizer(model), device=setup.device, prepare=prepare)
