@@ -10,6 +10,7 @@ As a script: `python rdma_machines.py FOLDER SECONDS COMMAND…` leaves what the
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import shlex
 import shutil
@@ -24,7 +25,6 @@ from pathlib import Path
 
 PACKAGES = ["qemu-system-x86", "busybox-static", "ibverbs-providers", "python3-pyverbs", "kmod", "cpio", "iproute2"]
 TOOLS = ["qemu-system-x86_64", "busybox", "cpio", "depmod", "rdma", "tc"]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "freescale-rdma-machines"
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 MEMORY_MIB = 2560
 _MODULES = [
@@ -64,13 +64,15 @@ while read module; do $B insmod /modules/$module || echo "module $module does no
 options=trans=virtio,version=9p2000.L,msize=512000
 $B mount -t 9p -o ro,$options,cache=loose root /below && $B mount -t tmpfs tmpfs /above &&
     $B mkdir /above/upper /above/work &&
-    $B mount -t overlay -o lowerdir=/below,upperdir=/above/upper,workdir=/above/work overlay /root ||
+    $B mount -t overlay -o lowerdir=/below,upperdir=/above/upper,workdir=/above/work overlay /new ||
     { echo "no root"; $B poweroff -f; }
-for each in proc sys dev; do $B mount --move /$each /root/$each; done
-$B mkdir -p /root/out /root/dev/shm /root/dev/pts
-$B mount -t 9p -o $options,cache=none out /root/out
-exec $B switch_root /root /bin/bash /out/boot
+for each in proc sys dev; do $B mount --move /$each /new/$each; done
+$B mkdir -p /new/out /new/dev/shm /new/dev/pts
+$B mount -t 9p -o $options,cache=none out /new/out
+exec $B switch_root /new /bin/bash /out/boot
 """
+_VERSION = hashlib.sha256(repr((_INIT, _MODULES, _MODULE_FOLDERS)).encode()).hexdigest()[:12]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "freescale-rdma-machines" / _VERSION
 
 _BOOT = """
 mount -t tmpfs tmpfs /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs tmpfs /run
@@ -161,7 +163,7 @@ def _build(folder: Path) -> None:
     version = package.removeprefix("linux-image-")
     _run(["depmod", "-b", ".", version], timeout_s=60, cwd=folder)
     root = folder / "root"
-    for each in ("bin", "modules", "proc", "sys", "dev", "below", "above", "root"):
+    for each in ("bin", "modules", "proc", "sys", "dev", "below", "above", "new"):
         (root / each).mkdir(parents=True)
     busybox = shutil.which("busybox")
     assert busybox is not None, "checked before"
