@@ -6,90 +6,20 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from freescale.balancer import Column, JaggedBatch, Report, StagedPipeline, WorldSamples, balance
-from freescale.balancer.adapters.device import moved
+from freescale.balancer import JaggedBatch, Report, StagedPipeline, WorldSamples, balance
 from freescale.transport import Transport, connect
 
 from rank_threads import run_in_threads
+from staged_training import Batches, Model, Sgd, batch_of, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
-
-
-def batch_of(step: int, rank: int = 0, size: int = 4) -> JaggedBatch:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    lengths = torch.randint(0, 9, (size,), generator=generator)
-    items = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
-    ids = torch.arange(size) + 100 * step + 10_000 * rank
-    label = torch.rand(size, generator=generator)
-    return JaggedBatch({"id": Column(ids), "uih": Column(items, (lengths,)), "label": Column(label)}, size)
-
-
-class Batches:
-    """A plain loader that tells when it is read."""
-
-    def __init__(self, num_batches: int, rank: int = 0, calls: list[str] | None = None) -> None:
-        self.num_batches, self.rank, self.calls = num_batches, rank, [] if calls is None else calls
-
-    def __iter__(self) -> Iterator[JaggedBatch]:
-        for step in range(self.num_batches):
-            self.calls.append(f"load {step}")
-            yield batch_of(step, self.rank)
-
-
-class Table(nn.Module):
-    """Pools embeddings; writes down what it is told and asked."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 40).view(20, 2))
-        self.calls = calls
-
-    def prefetch(self, upcoming: JaggedBatch) -> None:
-        self.calls.append(f"prefetch {int(upcoming['id'].values[0]) % 10_000 // 100}")
-
-    def forward(self, batch: JaggedBatch) -> Tensor:
-        self.calls.append(f"forward {int(batch['id'].values[0]) % 10_000 // 100}")
-        rows = self.weight[batch["uih"].values]
-        segments = torch.repeat_interleave(torch.arange(batch.batch_size), batch["uih"].levels[0])
-        return torch.zeros(batch.batch_size, 2).index_add(0, segments, rows)
-
-
-class Model(nn.Module):
-    def __init__(self, calls: list[str] | None = None) -> None:
-        super().__init__()
-        self.table = Table([] if calls is None else calls)
-        self.score = nn.Linear(2, 1)
-        with torch.no_grad():
-            self.score.weight.copy_(torch.tensor([[0.5, -0.25]]))
-            self.score.bias.zero_()
-
-    def forward(self, batch: JaggedBatch) -> dict[str, Tensor]:
-        return {"scores": self.score(self.table(batch)).squeeze(1)}
-
-
-class Sgd(torch.optim.SGD):
-    def __init__(self, model: nn.Module, calls: list[str]) -> None:
-        super().__init__(model.parameters(), lr=0.05)
-        self.calls = calls
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls.append("step")
-        return super().step(closure)
-
-
-def loss_of(output: dict[str, Tensor], batch: JaggedBatch, report: Report | None) -> Tensor:
-    scale = 1 / batch.batch_size if report is None else report.loss_scale()
-    return (output["scores"] - batch["label"].values).square().sum() * scale
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -283,6 +213,25 @@ def test_seconds_are_those_of_compute_alone_and_reach_the_partitioner_with_their
         assert all(seconds == 3 * load for _, seconds, load in mine), mine
 
 
+def test_seconds_of_an_epoch_that_was_left_are_told_to_no_step_of_the_next_one() -> None:
+    model = Model()
+    loader = balance(Batches(5), connect("local"), "uih")
+    told: list[int] = []
+    tell = loader.record_seconds
+
+    def note(seconds: float, step: int | None = None) -> None:
+        assert step is not None
+        told.append(step)
+        tell(seconds, step)
+
+    loader.record_seconds = note  # type: ignore[method-assign]
+    pipeline = StagedPipeline(model, torch.optim.SGD(model.parameters(), lr=0.05), loader, loss_fn=loss_of)
+    pipeline.progress(loader.with_reports())
+    assert told == [0]
+    assert len(list(pipeline)) == 3 + 5  # what was taken ahead of the first epoch, then all of the second
+    assert told == [0, 0, 1, 2, 3, 4]
+
+
 def test_a_run_that_stops_goes_on_with_the_first_batch_that_was_not_trained_on() -> None:
     def run(transport: Transport) -> list[int]:
         trained: list[int] = []
@@ -401,47 +350,6 @@ def test_modules_get_their_part_of_the_batch_and_other_prefetches_are_left_alone
     assert [values.tolist() for values in got] == [batch_of(step)["uih"].values.tolist() for step in range(2)]
     with pytest.raises(ValueError, match=r"ids must name the modules that prefetch, \['table'\], got \['tables'\]"):
         StagedPipeline(model, optimizer, ids={"tables": lambda b: b})
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@dataclass(frozen=True)
-class Nest:
-    dense: Tensor
-    keyed: Any
-    more: dict[str, Any]
-    pair: Pair
-
-
-def test_a_batch_keeps_its_type_on_the_way_to_a_device() -> None:
-    keyed = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
-    array = np.arange(2)
-    batch = Nest(torch.ones(2), keyed, {"batch": batch_of(0), "array": array, "none": None}, Pair([torch.ones(1)], "x"))
-    there = moved(batch, torch.device("meta"))
-    assert type(there) is Nest
-    assert type(there.pair) is Pair
-    assert there.dense.device.type == there.keyed.values().device.type == there.pair.first[0].device.type == "meta"
-    assert there.more["batch"].device.type == "meta"
-    assert there.more["array"] is array
-    assert there.pair.second == "x"
-    assert batch.dense.device.type == batch.keyed.values().device.type == "cpu"
-
-
-class Attributed(dict[str, Any]):
-    """Items are attributes too."""
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        super().__init__(items)
-        self.__dict__ = self
-
-
-def test_items_that_are_attributes_move_with_them() -> None:
-    there: Any = moved(Attributed({"x": torch.ones(2)}), torch.device("meta"))
-    assert there.x is there["x"]
-    assert there.x.device.type == "meta"
 
 
 @pytest.mark.parametrize(
