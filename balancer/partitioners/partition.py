@@ -84,9 +84,9 @@ class GreedyBatchSize(FixedBatchSize):
     Samples are sorted by cost and cut into rows of `world_size`; rows are dealt by descending spread (largest minus
     smallest cost), so that the last rows even out what the first left; swaps help where the first row has a sample so
     long that all other rows cannot. From 16 ranks on, rows of like spread are merged while 32 are left to deal. N log
-    N, with a loop over rows only. With a cost that knows ranks of unequal speed,
-    each rank draws its share of quantiles of the sorted costs instead, warped to what its speed can take, and swaps
-    even out the rest: equal counts, but shorter samples on slower ranks.
+    N, with a loop over rows, below 16 ranks over samples. With a cost that knows ranks of unequal speed, each rank
+    draws its share of quantiles of the sorted costs instead, warped to what its speed can take, and swaps even out the
+    rest: equal counts, but shorter samples on slower ranks.
 
     Source: ours, in place of FreeScale's FBS (section 4.1); quality of Karmarkar-Karp at a hundredth of its time.
 

@@ -76,11 +76,9 @@ class RankSpeeds:
             ValueError, TypeError: It is no such state; nothing was loaded.
         """
         refuse_other_states(state, self.state_dict())
-        tensors = [state.get(name) for name in ("rank_step", "rank_rate", "rank_speed")]
-        sizes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
-        if None in sizes or len(sizes) != 1:
+        if not len(state["rank_step"]) == len(state["rank_rate"]) == len(state["rank_speed"]):
             raise ValueError("state must hold tensors rank_step, rank_rate and rank_speed of one length")
-        self._step, self._rate, self._speed = (tensor.clone() for tensor in tensors if tensor is not None)
+        self._step, self._rate, self._speed = (state[name].clone() for name in ("rank_step", "rank_rate", "rank_speed"))
 
     def _grow(self, world: WorldSamples) -> None:
         missing = world.first_rank + world.world_size - len(self._speed)
