@@ -66,7 +66,7 @@ class CopyEngine:
     """Moves CUDA tensors between members of one host, in stream order.
 
     The first CUDA tensor that a channel moves makes its slots, which is collective; a channel that moves none costs
-    nothing. The device memory of a closed channel serves later ones.
+    nothing. The slots of a closed channel serve later ones.
 
     Args:
         rank: This rank.
@@ -157,7 +157,7 @@ class CopyEngine:
             self._window_bytes,
             self._make_streams,
             self._first_count,
-            self._direct_from if self._via == "peer" else DIRECT_FROM,
+            self._direct_from,
             self._patience_s,
         )
 

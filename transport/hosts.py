@@ -97,37 +97,27 @@ class HostsEngine:
         self._between.release(reason)
 
     def _begin_all_to_all(self, exchange: Exchange, sequence: int, meet: Meet) -> list[Exchange]:
-        zero = np.zeros_like(exchange.sent_bytes)
         between = replace(
             exchange,
-            sent_bytes=np.where(self._is_here, zero, exchange.sent_bytes),
-            received_bytes=np.where(self._is_here, zero, exchange.received_bytes),
+            sent_bytes=np.where(self._is_here, 0, exchange.sent_bytes),
+            received_bytes=np.where(self._is_here, 0, exchange.received_bytes),
             kept_bytes=0,
         )
-        inside = replace(
-            exchange,
-            sent_bytes=np.where(self._is_here, exchange.sent_bytes, zero),
-            received_bytes=np.where(self._is_here, exchange.received_bytes, zero),
-        )
+        inside = self._within(exchange)
         self._between.begin(between, sequence, meet)
         self._inside.begin(inside, sequence, meet)
         return [between, inside]
 
     def _begin_all_gather(self, exchange: Exchange, sequence: int, meet: Meet) -> list[Exchange]:
         hosts, rank = self._hosts, self._rank
-        zero = np.zeros_like(exchange.sent_bytes)
-        sent, received = zero.copy(), zero.copy()
+        sent, received = np.zeros_like(exchange.sent_bytes), np.zeros_like(exchange.received_bytes)
         for host in set(hosts.hosts) - {hosts.hosts[rank]}:
             leader = hosts.leader(rank, host)
             sent[leader] = exchange.sent_bytes[leader]
         for source in hosts.led(rank):
             received[source] = exchange.received_bytes[source]
         between = replace(exchange, sent_bytes=sent, received_bytes=received, kept_bytes=0)
-        inside = replace(
-            exchange,
-            sent_bytes=np.where(self._is_here, exchange.sent_bytes, zero),
-            received_bytes=np.where(self._is_here, exchange.received_bytes, zero),
-        )
+        inside = self._within(exchange)
         self._between.begin(between, sequence, meet)
         self._inside.begin(inside, sequence, meet)
         parts = [between, inside]
@@ -137,6 +127,14 @@ class HostsEngine:
             self._inside.begin(part, sequence, meet)
             parts.append(part)
         return parts
+
+    def _within(self, exchange: Exchange) -> Exchange:
+        """The part of an exchange between ranks of this host, with what this rank keeps."""
+        return replace(
+            exchange,
+            sent_bytes=np.where(self._is_here, exchange.sent_bytes, 0),
+            received_bytes=np.where(self._is_here, exchange.received_bytes, 0),
+        )
 
     def _passes(self) -> list[dict[int, int]]:
         """What members of this host pass on, one block each at a time: member → rank that the block is from."""

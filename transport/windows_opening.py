@@ -186,8 +186,8 @@ class _Making:
             self._slot_bytes,
             _DEPTH,
             self._sending,
+            self._first_count,
         )
-        windows.start_counts_at(self._first_count)
         meetings = Meetings(
             lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count, patience_s
         )

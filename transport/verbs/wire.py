@@ -88,7 +88,6 @@ class VerbsWire:
         if depth > card.most_completions:
             raise Unavailable(f"verbs: {self._world_size} ranks need {depth} completions, {card.most_completions} fit")
         self._ring = allocate(max(len(peers), 1) * 2 * RING_SLOTS * MESSAGE_BYTES)
-        self._pairs: list[Link] = []
         self._ring_region = card.register(self._ring)
         self._queue = card.make_queue(depth)
         self._poller = select.poll()
