@@ -14,11 +14,11 @@ class CopyOptions:
     """Choices for CUDA tensors between ranks of one host.
 
     Attributes:
-        inside: How ranks of one host exchange: "peer" copies into the other GPU's memory, over NVLink where there is
-            one; "segment" copies through host memory that both GPUs registered; "staged" uses the backend that hosts
-            use between each other.
-        window_bytes: Most memory that a rank gives to what is on its way to it in one channel: device memory for
-            "peer", shared host memory (/dev/shm) for "segment", pinned host memory for "staged".
+        inside: How ranks of one host exchange: "peer" copies pieces of 64 KiB and more from one GPU's tensor to the
+            other's, over NVLink where there is one, and smaller ones as "segment" does; "segment" copies through host
+            memory that both GPUs registered; "staged" uses the backend that hosts use between each other.
+        window_bytes: Most memory that a rank gives to what is on its way to it in one channel: shared host memory
+            (/dev/shm) for "peer" and "segment", pinned host memory for "staged".
 
     Raises:
         ValueError: An unknown way, or too small a window.

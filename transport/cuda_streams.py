@@ -98,7 +98,9 @@ def check_installation(what: str) -> None:
         Unavailable: No cuda-bindings, or no GPU.
     """
     if not torch.cuda.is_available():
-        raise Unavailable(f"{what}: no CUDA GPU is available to torch")
+        raise Unavailable(
+            f"{what}: no CUDA GPU is available to torch: install a CUDA build of torch, and its driver (nvidia-smi)"
+        )
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         major = (torch.version.cuda or "13").partition(".")[0]
         raise Unavailable(f"{what}: cuda-bindings is not installed: pip install 'cuda-bindings=={major}.*'")
