@@ -95,7 +95,7 @@ class Occurrences:
 def find_occurrences(keys: Ints) -> Occurrences:
     """Sort keys, keeping equal ones in their order.
 
-    Torch sorts large lists of integers by radix, in a third of the time that NumPy takes.
+    Torch sorts large lists of integers by radix, which takes less than NumPy's stable sort.
 
     Args:
         keys: Shape [n], not negative.
@@ -118,8 +118,8 @@ def find_occurrences(keys: Ints) -> Occurrences:
 def merge_pieces(keys: Ints) -> tuple[Ints, Ints, Ints]:
     """Distinct keys, counts and order, as in `Occurrences`, of a few ascending pieces, as several ranks send them.
 
-    Merging is 30 times faster than sorting. It is NumPy that notices the pieces; key and place travel in one number
-    there, where both fit.
+    It is NumPy that notices the pieces and merges them; key and place travel in one number there, where both fit. That
+    is faster than `find_occurrences` for small batches; from 100,000 keys on it is not.
 
     Args:
         keys: Shape [n], not negative.
