@@ -192,10 +192,12 @@ def _limits(rank: int) -> dict[str, float]:
 
     def both() -> None:
         here = torch.cuda.current_stream()
-        for stream, target, source in ((down, host, device), (up, other, host)):
+        for stream in (down, up):  # both before either copy: the second must not wait for the first
             stream.wait_stream(here)
+        for stream, target, source in ((down, host, device), (up, other, host)):
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
+        for stream in (down, up):
             here.wait_stream(stream)
 
     found["D2H and H2D at once"] = _rate(both)
