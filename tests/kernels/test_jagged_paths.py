@@ -144,15 +144,19 @@ def test_many_short_ranges_beside_a_giant_one_are_walked(launched: Any) -> None:
         assert_same(result, reference.permute_jagged(tensor, lengths, order)[0])
 
 
+@pytest.mark.parametrize("tile_bytes", [8192, 1024])
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16], ids=str)
 def test_many_bytes_move_range_by_range(
-    launched: Any, dtype: torch.dtype, offsets: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    launched: Any, dtype: torch.dtype, offsets: tuple[int, int], tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever runs begin and end between whole words, also beside the buffer's ends."""
+    """Wherever runs begin and end between whole words, also beside the buffer's ends, and in several pieces."""
     from freescale.kernels import copy_ranges
 
     monkeypatch.setattr(copy_ranges, "LATENT_BYTES", {})
+    monkeypatch.setattr(copy_ranges, "TILE_BYTES", tile_bytes)
+    if tile_bytes < 8192:  # 700 rows are then several pieces of a program that copies as for many bytes
+        monkeypatch.setattr(copy_ranges, "LARGE_BYTES", 0)
     lengths = torch.tensor([1, 2, 0, 3, 700, 1, 5, 8])
     order = torch.tensor([3, 7, 0, 4, 5, 1, 6, 2])
     whole = rows_of(offsets[0] + 720, (), dtype)
