@@ -176,9 +176,7 @@ class _GlooTicket:
             target = torch.empty(int(received_bytes.sum()), dtype=torch.uint8, device="cpu")
         if exchange.incomplete or exchange.operation == "all_gather":
             # Gloo wants the pieces one after the other, this rank's own included: a gathered block is repeated.
-            starts = exchange.sent_at.tolist()
-            sizes = sent_bytes.tolist()
-            source = torch.cat([source.narrow(0, *piece) for piece in zip(starts, sizes, strict=True)])
+            source = torch.cat(exchange.pieces()[0])
         try:
             self.work = group.alltoall_base(
                 target, source, received_bytes.tolist(), sent_bytes.tolist(), dist.AllToAllOptions()
