@@ -7,7 +7,7 @@ gradient of a gather (permute, dispatch) is `sum_ranges`, the gradient of a scat
 Every operator has an overload `plain` without a gradient, which calls use that need none: PyTorch's path through a
 gradient written in Python costs as much host time as a small copy. Where nothing looks at operators either (no
 compiler, no mode, no transform, no subclass), the implementation is called directly, since PyTorch's dispatch to Python
-still costs 12 to 20 us.
+costs tens of microseconds: 44 of 101 us for a permute of 40 ids, measured by hand.
 """
 
 from __future__ import annotations

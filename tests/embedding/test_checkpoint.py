@@ -70,6 +70,27 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         make(connect("local")).load_sharded(tmp_path)
 
 
+def test_a_save_that_breaks_off_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make(connect("local"))
+    step(tables, 0, 0)
+    tables.save_sharded(tmp_path)
+    before = shard_of(tables)
+    step(tables, 0, 1)
+
+    def full_disk(_: object, path: Path) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            tables.save_sharded(tmp_path)
+    tables.load_sharded(tmp_path)
+    for name, value in shard_of(tables).items():
+        assert torch.equal(value, before[name]), name
+    tables.close()
+
+
 def test_a_save_beside_that_of_another_number_of_ranks_is_refused_and_leaves_it_whole(tmp_path: Path) -> None:
     def save(transport: Transport) -> None:
         tables = make(transport)

@@ -1,0 +1,40 @@
+"""A process that ends leaves its tables' channels first: peers that wait for rows cannot hear of it otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit
+import sys
+import torch
+from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table
+from freescale.transport import TransportClosed, connect
+
+transport = connect("local")
+tables = PrioritizedEmbeddingCollection([Table("item", 9, 2)], transport, optimizer=Sgd(lr=0.1))
+
+@atexit.register
+def last_of_all():
+    for channel in (tables._engine._urgent_channel, tables._engine._background_channel):
+        try:
+            channel.all_gather(torch.zeros(1)).wait()
+            print("open")
+        except TransportClosed:
+            print("closed")
+
+tables({"item": torch.tensor([1])})["item"].sum().backward()
+if "raise" in sys.argv:
+    raise RuntimeError("on fire")
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "return"])
+def test_channels_are_closed_before_whatever_else_a_process_does_at_its_end(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["closed", "closed"], done.stderr
+    assert done.returncode == (how == "raise")
+    assert ("RuntimeError: on fire" in done.stderr) == (how == "raise")
