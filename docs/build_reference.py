@@ -30,7 +30,8 @@ def build(folder: Path) -> None:
     """
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", _OF_NAMED_TUPLES)
-    pdoc.render.configure(docformat="google", search=False, show_source=False)
+    template = Path(__file__).with_name("reference_template")
+    pdoc.render.configure(docformat="google", search=False, show_source=False, template_directory=template)
     for module in DEFINE:  # of values, pdoc reads what is said where they are defined, not where they are imported to
         walk_tree(freescale.balancer).var_docstrings.update(walk_tree(module).var_docstrings)
     internal = (f"!{package}\\." for package in PUBLIC[1:])

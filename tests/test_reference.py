@@ -32,6 +32,11 @@ def test_every_public_name_is_described(pages: dict[Path, str]) -> None:
         assert set(public) <= set(re.findall(r'id="([\w.]+)"', page)), package
 
 
+def test_methods_from_internal_bases_are_described_with_the_public_class(pages: dict[Path, str]) -> None:
+    (page,) = (text for path, text in pages.items() if path.name == "embedding.html")
+    assert 'id="PrioritizedEmbeddingCollection.reset"' in page
+
+
 def test_links_inside_the_reference_lead_somewhere(pages: dict[Path, str]) -> None:
     for path, text in pages.items():
         for link in re.findall(r'href="([^"]+)"', text):
