@@ -129,7 +129,7 @@ class EngineModule(TableModule):
         return super().requires_grad_(requires_grad)
 
     def flush(self) -> None:
-        """Apply what is deferred. `state_dict()` and forwards without gradients do it by themselves."""
+        """Apply what is deferred. Taking a state dict and forwards without gradients do it by themselves."""
         self._engine.flush()
 
     def reset(self) -> None:
