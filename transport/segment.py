@@ -7,12 +7,14 @@ ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import secrets
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ _LINE_BYTES = 64  # a flag has a cache line of its own
 _NUM_FLAGS = 5  # of every pair and direction
 _NEWS_BYTES = 512
 _PAGE = mmap.PAGESIZE
+_NAP_S = 0.00002
 _LOCK = "hhqqi4x"  # struct flock where off_t has 64 bits: type, whence, start, length, pid
 
 
@@ -120,9 +123,20 @@ class Segment:
 
     @contextmanager
     def locked(self, number: int) -> Iterator[None]:
-        """Hold one of the locks of the segment against other processes, for a moment."""
+        """Hold one of the locks of the segment against other processes, for a moment.
+
+        Whoever holds it must not wait for another one. The system takes two threads of this process, of which one holds
+        a lock and one waits, for one that does both, and so may see a deadlock where there is none.
+        """
         at = self._num_members + number
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
+                break
+            except OSError as error:
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(_NAP_S)
         try:
             yield
         finally:
