@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -71,7 +72,8 @@ class Run:
 
     def write(self, orphans: list[str]) -> None:
         """Leave the result in the folder, for the test."""
-        shared = [path.name for path in Path("/dev/shm").glob("*") if any(str(pid) in path.name for pid in self.pids)]
+        own = re.compile(rf"(?<!\d)({'|'.join(map(str, self.pids))})(?!\d)")  # names tell whose memory it is
+        shared = [path.name for path in Path("/dev/shm").glob("*") if own.search(path.name)]
         result = {
             "codes": [self.codes[pid] for pid in self.pids],
             "said": [(self.folder / f"{rank}.txt").read_text(errors="replace") for rank in range(WORLD_SIZE)],
