@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -38,7 +37,6 @@ from .partitioners import BUILT_IN, load_partitioner
 from .roles import infer_roles
 from .synthetic import write_synthetic
 from .tables import Table, print_table, write_result
-from .timeline import draw_timelines
 
 _TOKENS_PER_RANK = 12_000  # of a step, when the batch size is left to us
 _LARGEST_BATCH = 512
@@ -77,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         load_partitioner(options.partitioner)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("the picture needs matplotlib: pip install matplotlib")
+        from . import timeline  # noqa: F401 - a missing matplotlib shows now, not after the run
+
         for folder in (options.output, (options.json or options.output).parent):
             folder.mkdir(parents=True, exist_ok=True)
         settings = _prepare(options, console)
@@ -210,6 +208,8 @@ def _progress(console: Console) -> Progress:
 
 def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any], console: Console) -> None:
     """Write the picture, and the results and all measurements when asked for."""
+    from .timeline import draw_timelines
+
     picture = options.output / "demo.png"
     draw_timelines(
         picture,

@@ -6,77 +6,100 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot and --results need matplotlib: pip install matplotlib") from error
-
 from .embedding_report import TITLES
+from .pictures import COLOURS, GRADIENTS, IDS, ROWS, picture
 
 if TYPE_CHECKING:
     from .embedding_report import Report
     from .embedding_settings import Cell
 
-_PARTS = {"ids": "#9a9a9a", "rows": "#2f6fb0", "gradients": "#c8553d"}
+_PARTS = {"ids": IDS, "rows": ROWS, "gradients": GRADIENTS}
+_COLOURS = {
+    "base": COLOURS["TorchRec"],
+    "sdd": COLOURS["TorchRec, SDD"],
+    "sdd_dedup": COLOURS["TorchRec, SDD, ids deduplicated"],
+    "pec": COLOURS["TorchRec, PEC"],
+    "synchronous": COLOURS["our tables, synchronous"],
+    "prioritized": COLOURS["prioritized only"],
+}
+_SHORT = {name: title.replace(" ", "\n", 1).replace(" +", "\n+") for name, title in TITLES.items()}
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a picture: one row of panels a link, over lengths as bars by kind, over collision ratios as lines.
+    """Write a picture: for each link bars over lengths, by kind of traffic; below, lines over collision ratios.
 
     Raises:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
     links = report.links()
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure = Figure(figsize=(13, 3.8 * len(links)), layout="constrained")
-        panels = figure.subplots(len(links), 2, squeeze=False, width_ratios=(3, 2))
-        for (bars, lines), link in zip(panels, links, strict=True):
-            cells = [cell for cell in report.cells(link) if cell.recurring == "spread"]
-            first = cells[0]
-            same = [cell for cell in cells if cell.num_tables == first.num_tables]
-            _draw_cuts(bars, report, link, sorted((c for c in same if c.ratio == first.ratio), key=lambda c: c.cut))
-            _draw_ratios(lines, report, link, sorted((c for c in same if c.cut == first.cut), key=lambda c: c.ratio))
-            bars.set_title(f"{link}, {100 * first.ratio:g} % of distinct rows collide", loc="left")
-            lines.set_title(f"{link}, histories cut at {first.cut:,}", loc="left")
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
+    varied = {link: cells for link in links if len(cells := _alike(report, link, "cut")) > 1}
+    columns = max(1, len(varied))
+    layout: list[Any] = [[link] * columns for link in links]
+    layout += [[f"ratios {link}" for link in varied]] if varied else []
+    title = "Embedding traffic that is in the way of computing (exposed)"
+    with picture(path, 14.5, 3.3 * len(layout) + 0.6, title) as figure:
+        panels = figure.subplot_mosaic(layout)
+        for link in links:
+            cells = _alike(report, link, "ratio")
+            _draw_cuts(panels[link], report, link, cells)
+            panels[link].set_title(f"over {link}, {100 * cells[0].ratio:g} % of distinct rows collide", pad=20)
+        for link, cells in varied.items():
+            _draw_ratios(panels[f"ratios {link}"], report, link, cells)
+            panels[f"ratios {link}"].set_title(f"over {link}, histories cut at {cells[0].cut:,}")
+        shown: dict[str, Any] = {}
+        for axes in panels.values():
+            shown |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(5, len(shown)))
+
+
+def _alike(report: Report, link: str, same: str) -> list[Cell]:
+    """Workloads like the first, but for the cut (with the same ratio) or for the ratio (with the same cut)."""
+    cells = [cell for cell in report.cells(link) if cell.recurring == "spread"]
+    other = {"ratio": "cut", "cut": "ratio"}[same]
+    kept = [
+        cell
+        for cell in cells
+        if cell.num_tables == cells[0].num_tables and getattr(cell, same) == getattr(cells[0], same)
+    ]
+    return sorted(kept, key=lambda cell: float(getattr(cell, other)))
 
 
 def _draw_cuts(axes: Any, report: Report, link: str, cells: Sequence[Cell]) -> None:
     names = [name for name in TITLES if any(name in report.contenders(link, cell) for cell in cells)]
-    width = 0.85 / max(len(names), 1)
+    width = 0.88 / max(len(names), 1)
     ticks, labels = [], []
     for place, cell in enumerate(cells):
         for number, name in enumerate(names):
-            if name not in report.contenders(link, cell):
+            at, bottom = place + (number - (len(names) - 1) / 2) * width, 0.0
+            ticks.append(at)
+            labels.append(_SHORT[name])
+            found = report.measured(link, cell, name) if name in report.contenders(link, cell) else None
+            if found is None or not found.parts:
+                axes.text(at, 0, "not\nmeasured", ha="center", va="bottom", fontsize=7, color="0.4")
                 continue
-            found, bottom = report.measured(link, cell, name), 0.0
-            at = place + (number - (len(names) - 1) / 2) * width
             for part, colour in _PARTS.items():
                 height = found.exposed.get(part, 0.0)
-                axes.bar(at, height, 0.9 * width, bottom, color=colour, label=part)
+                axes.bar(at, height, 0.85 * width, bottom, color=colour, label=part)
                 bottom += height
-            axes.text(at, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=7)
-            ticks.append(at)
-            labels.append(f"{TITLES[name]}")
-        axes.text(place, 1.0, f"cut {cell.cut:,}", transform=axes.get_xaxis_transform(), ha="center", va="top")
-    axes.set_xticks(ticks, labels, rotation=60, ha="right", fontsize=7)
-    axes.set_ylabel("exposed embedding traffic, ms a step")
+            axes.text(at, bottom, f"{bottom:.2g}" if bottom < 10 else f"{bottom:.0f}", ha="center", va="bottom")
+        where = axes.get_xaxis_transform()
+        axes.text(place, 1.02, f"cut at {cell.cut:,}", transform=where, ha="center", va="bottom", fontweight="bold")
+    for place in range(1, len(cells)):
+        axes.axvline(place - 0.5, color="0.7", linewidth=1)
+    axes.set_xticks(ticks, labels, fontsize=8)
+    axes.set_xlim(-0.5, len(cells) - 0.5)
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("exposed, ms a step")
     axes.margins(y=0.15)
-    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(shown.values(), shown.keys(), fontsize="small")
 
 
 def _draw_ratios(axes: Any, report: Report, link: str, cells: Sequence[Cell]) -> None:
     for name, title in TITLES.items():
         shown = [cell for cell in cells if name in report.contenders(link, cell)]
-        values = [report.measured(link, cell, name).exposed_ms for cell in shown]
-        if values:
-            axes.plot([100 * cell.ratio for cell in shown], values, marker="o", label=title)
+        found = [(100 * cell.ratio, report.measured(link, cell, name)) for cell in shown]
+        points = [(ratio, each.exposed_ms) for ratio, each in found if each.parts]
+        if points:
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=title, color=_COLOURS[name])
     axes.set_xlabel("distinct rows that collide, %")
     axes.set_ylabel("exposed, ms a step")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")

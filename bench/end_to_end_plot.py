@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--results needs matplotlib: pip install matplotlib") from error
-
 from .end_to_end_report import Key, Row
 from .end_to_end_settings import CONTENDERS, Cell
+from .pictures import COMPUTING_NEXT, GAPS, WAITING_FOR_DATA, WAITING_FOR_RANKS, picture
 
 _PARTS = {
-    "computing": "#c9d3dc",
-    "waiting for ranks that compute longer": "#c8553d",
-    "waiting for data": "#2f6fb0",
-    "copies, side streams, gaps": "#9a9a9a",
+    "computing": COMPUTING_NEXT,
+    "waiting for ranks that compute longer": WAITING_FOR_RANKS,
+    "waiting for data": WAITING_FOR_DATA,
+    "copies, side streams, gaps": GAPS,
 }
 
 
 def draw(found: Mapping[Key, Row], path: Path) -> None:
-    """Write a picture: for each link and workload one bar a contender, of the step under the profiler.
+    """Write a picture: a column of panels a link, a row a workload, one bar a contender, of the step when traced.
 
     Straggling is known step by step; the rest of what a rank waits for counts as waiting for data.
 
@@ -34,38 +29,40 @@ def draw(found: Mapping[Key, Row], path: Path) -> None:
     traced = {key: row for key, row in found.items() if row.traced}
     if not traced:
         raise ValueError("nothing was traced, so there is nothing to draw")
-    panels = list(dict.fromkeys((link, cell) for link, cell, _ in traced))
-    columns = min(len(panels), 3)
-    lines = -(-len(panels) // columns)
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "font.size": 8}):
-        figure = Figure(figsize=(4.6 * columns + 1.5, 2.6 * lines + 0.6), layout="constrained")
-        axes = figure.subplots(lines, columns, squeeze=False).flatten()
-        for place, (link, cell) in zip(axes, panels, strict=False):
-            _draw_cell(place, traced, link, cell)
-        for place in axes[len(panels) :]:
-            place.set_axis_off()
-        handles, labels = axes[0].get_legend_handles_labels()
+    links = list(dict.fromkeys(link for link, _, _ in traced))
+    cells = sorted({cell for _, cell, _ in traced}, key=lambda cell: (cell.even, cell.cut, cell.batch_size))
+    names = [name for name in CONTENDERS if any(name == key[2] for key in traced)]
+    height = (0.28 * len(names) + 0.9) * len(cells) + 0.9
+    with picture(path, 5.2 * len(links) + 2.2, height, "Where the time of a training step goes") as figure:
+        panels = figure.subplots(len(cells), len(links), squeeze=False, sharex="row", sharey=True)
+        for line, cell in zip(panels, cells, strict=True):
+            for axes, link in zip(line, links, strict=True):
+                _draw_cell(axes, traced, link, cell, names)
+                axes.set_title(f"{link}: {cell.title}", fontsize="medium")
+        for axes in panels[-1]:
+            axes.set_xlabel("bars: milliseconds a step under the profiler\nfigures: milliseconds a step without it")
+        handles, labels = max(
+            (axes.get_legend_handles_labels() for axes in panels.flat), key=lambda found: len(found[0])
+        )
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
 
 
-def _draw_cell(axes: Any, traced: Mapping[Key, Row], link: str, cell: Cell) -> None:
-    names = [name for name in CONTENDERS if (link, cell, name) in traced]
-    left = [0.0] * len(names)
+def _draw_cell(axes: Any, traced: Mapping[Key, Row], link: str, cell: Cell, names: Sequence[str]) -> None:
+    there = [(at, traced[link, cell, name]) for at, name in enumerate(names) if (link, cell, name) in traced]
+    left = [0.0] * len(there)
     for part, colour in _PARTS.items():
-        widths = [parts(traced[link, cell, name])[part] for name in names]
-        axes.barh(range(len(names)), widths, 0.7, left, color=colour, label=part)
+        widths = [parts(row)[part] for _, row in there]
+        axes.barh([at for at, _ in there], widths, 0.75, left, color=colour, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for at, (name, end) in enumerate(zip(names, left, strict=True)):
-        axes.text(end, at, f" {traced[link, cell, name].step:.1f}", va="center")
+    for (at, row), end in zip(there, left, strict=True):
+        axes.text(end, at, f" {row.step:.1f}", va="center", fontsize="small")
+    for at, name in enumerate(names):
+        if (link, cell, name) not in traced:
+            axes.text(0, at, " not measured", va="center", fontsize="small", color="0.4")
     axes.set_yticks(range(len(names)), [CONTENDERS[name] for name in names])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(left))
-    axes.set_title(f"{link}: {cell.title}", loc="left")
-    axes.set_xlabel("milliseconds a step")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, max([axes.get_xlim()[1], *(1.13 * end for end in left)]))
+    axes.grid(visible=False, axis="y")
 
 
 def parts(row: Row) -> dict[str, float]:

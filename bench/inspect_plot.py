@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+from .pictures import count_axis, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,28 +23,27 @@ def draw(histories: Histories, findings: Sequence[Finding], max_length: int | No
     Raises:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(13, 8), layout="constrained")
-        figure.suptitle(f"{histories.title}: {len(histories.lengths):,} rows")
+    with picture(path, 13, 8.5, f"{histories.title}: {len(histories.lengths):,} rows") as figure:
         lengths, waiting, speedup, colliding = figure.subplots(2, 2).flatten()
         _draw_lengths(lengths, histories, max_length)
+        lengths.set_title("How long are the histories?")
         _draw_lines(waiting, findings, lambda f: f.waiting, "now", "-")
         _draw_lines(waiting, findings, lambda f: f.waiting_balanced, "balanced", "--")
+        waiting.set_title("How long do ranks wait?")
         waiting.set_ylabel("waiting for the slowest rank, % of a step")
         _draw_lines(speedup, findings, lambda f: f.speedup, "time ~ items", "-")
         _draw_lines(speedup, findings, lambda f: f.speedup_squared, "time ~ length²", "--")
-        speedup.set_ylabel("speed-up of the computing part")
+        speedup.set_title("How much faster is the computing part, balanced?")
+        speedup.set_ylabel("speed-up (1: none)")
+        colliding.set_title("How many rows recur in the next step?")
         if _draw_lines(colliding, findings, lambda f: f.collisions, "", "-"):
-            colliding.set_ylim(0, None)
+            colliding.set_ylim(0, 104)
+            colliding.legend(frameon=False, fontsize="small", loc="lower right")
         else:
             colliding.text(0.5, 0.5, "not known: see the text", ha="center", transform=colliding.transAxes)
         colliding.set_ylabel("collisions, % of the rows a rank looks up")
         for axes in (waiting, speedup):
             axes.legend(frameon=False, fontsize="small")
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
 
 
 def _draw_lengths(axes: Axes, histories: Histories, max_length: int | None) -> None:
@@ -57,6 +52,7 @@ def _draw_lengths(axes: Axes, histories: Histories, max_length: int | None) -> N
     most = max(2.0, float(lengths.max()))
     axes.hist(np.maximum(lengths, 0.5), bins=np.geomspace(0.5, most * 1.001, 50).tolist(), color="0.5")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("items in a history" + (" (0.5: empty)" if (lengths == 0).any() else ""))
     axes.set_ylabel("rows")
 
@@ -70,13 +66,7 @@ def _draw_lines(
         points = [(f.world_size, value(f)) for f in findings if f.batch_size == batch_size]
         known = sorted((x, y) for x, y in points if y is not None)
         drawn = drawn or bool(known)
-        name = f"batch {batch_size}{', ' if label else ''}{label}"
+        name = f"{batch_size} samples a rank{', ' if label else ''}{label}"
         axes.plot([x for x, _ in known], [y for _, y in known], style, marker="o", color=f"C{index}", label=name)
-    ticks = sorted({f.world_size for f in findings})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks")
-    if not label:
-        axes.legend(frameon=False, fontsize="small")
+    count_axis(axes, sorted({f.world_size for f in findings}), "ranks")
     return drawn

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+from .pictures import count_axis, picture
 
 if TYPE_CHECKING:
     from .kernel_report import Outcome
 
-
-_NAMES = ("loop, cat", "loop, copies", "vectorised", "FBGEMM", "ours", "copy")
+_WAYS = {
+    "loop, cat": ("PyTorch loop, one torch.cat", "#8c564b"),
+    "loop, copies": ("PyTorch loop, copy by copy", "black"),
+    "vectorised": ("vectorised PyTorch", "#ff7f0e"),
+    "FBGEMM": ("FBGEMM", "#2ca02c"),
+    "ours": ("ours", "#1f77b4"),
+    "copy": ("plain copy of as many bytes", "0.6"),
+}
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -34,29 +36,20 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     operations = list(dict.fromkeys(o.operation for o in shown))
     if not operations:
         raise ValueError(f"nothing to draw for {rows} rows and {lengths} lengths")
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(4.2 * len(operations), 4.2), layout="constrained")
-        figure.suptitle(f"{rows} rows, {lengths} lengths, 16 samples a rank")
+    title = f"Jagged operations: {rows} rows, {lengths} lengths, 16 samples a rank"
+    with picture(path, 3.4 * len(operations) + 2.6, 4.2, title) as figure:
         panels = figure.subplots(1, len(operations), sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, operations, strict=True):
-            lines = {
-                name: _line(shown, operation, name)
-                for name in ("loop, cat", "loop, copies", "vectorised", "FBGEMM", "ours", "copy")
-            }
-            for name, line in lines.items():
-                if line:
-                    color = f"C{_NAMES.index(name)}"  # one for each way, also where a panel lacks some
-                    axes.loglog(list(line), list(line.values()), marker="o", label=name, color=color, base=2)
+            for name, (label, colour) in _WAYS.items():
+                line = _line(shown, operation, name)
+                style = "--" if name == "copy" else "-"
+                axes.plot(list(line), list(line.values()), style, marker="o", label=label, color=colour)
             axes.set_title(operation)
-            axes.set_xlabel("world size")
             axes.set_yscale("log")
-            axes.xaxis.set_major_formatter("{x:.0f}")
-        panels[0].set_ylabel("ms")
-        panels[-1].legend(fontsize="small")
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
+            count_axis(axes, sorted({o.world_size for o in shown}), "ranks")
+            axes.tick_params(axis="x", rotation=45)
+        panels[0].set_ylabel("time of one operation, ms")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
 
 
 def _line(outcomes: Sequence[Outcome], operation: str, name: str) -> dict[int, float]:
@@ -64,4 +57,4 @@ def _line(outcomes: Sequence[Outcome], operation: str, name: str) -> dict[int, f
     for outcome in outcomes:
         if outcome.operation == operation and outcome.way.startswith(name) and outcome.ms is not None:
             line[outcome.world_size] = min(outcome.ms, line.get(outcome.world_size, outcome.ms))
-    return line
+    return dict(sorted(line.items()))

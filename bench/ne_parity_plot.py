@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot and --results need matplotlib: pip install matplotlib") from error
+from .pictures import picture
 
-_STYLES = ("-", "--", "-.", ":")
+_STYLES = (("-", "black"), ("--", "#d62728"), ("-.", "#9467bd"), (":", "#1f77b4"))  # as elsewhere, by technique
+_EQUAL = 1e-17  # drawn where there is no difference at all
 
 
 def draw(curves: Mapping[str, Sequence[float]], tolerance: float, path: Path) -> None:
@@ -25,21 +22,21 @@ def draw(curves: Mapping[str, Sequence[float]], tolerance: float, path: Path) ->
     Raises:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
-    reference = next(iter(curves.values()))
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure = Figure(figsize=(8, 6), layout="constrained")
+    (first, reference), *_ = curves.items()
+    with picture(path, 9, 7, "The same training with and without balancing and prioritizing") as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         for number, (title, values) in enumerate(curves.items()):
+            style, colour = _STYLES[number % len(_STYLES)]
             steps = range(1, len(values) + 1)
-            top.plot(steps, values, _STYLES[number % len(_STYLES)], label=title, linewidth=2)
+            top.plot(steps, values, style, label=title, linewidth=2 + 1.5 * (number == 0), color=colour)
             if number:
-                apart = [max(abs(a - b), 1e-17) for a, b in zip(values, reference, strict=True)]
-                bottom.semilogy(steps, apart, _STYLES[number % len(_STYLES)], color=f"C{number}")
+                apart = [max(abs(a - b), _EQUAL) for a, b in zip(values, reference, strict=True)]
+                bottom.semilogy(steps, apart, style, color=colour, label=title)
         bottom.axhline(tolerance, color="0.4", linewidth=1)
-        bottom.set(xlabel="step", ylabel="difference from the first (none: below)")
-        top.set(ylabel="normalized entropy up to the step")
+        bottom.text(1, tolerance, f"allowed: {tolerance:g}", va="bottom", fontsize="small")
+        if bottom.get_ylim()[0] < 10 * _EQUAL:
+            bottom.text(1, 1.5 * _EQUAL, "no difference at all", va="bottom", fontsize="small")
+        bottom.set_ylim(None, 100 * tolerance)
+        bottom.set(xlabel="training step", ylabel=f"distance from\n“{first}”")
+        top.set(ylabel="normalized entropy up to the step (lower is better)")
         top.legend()
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error

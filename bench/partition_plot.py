@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+from .pictures import colour_of, count_axis, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,23 +25,20 @@ def draw(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     sizes = list(dict.fromkeys(outcome.world_size for outcome in outcomes))
     ranks = ", ".join(f"{size:,}" for size in sizes)
     planned = [outcome for outcome in outcomes if outcome.partitioner != "as loaded"]  # there nothing is planned
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(13, 5), layout="constrained")
-        figure.suptitle(f"{title}: {ranks} ranks x {outcomes[0].batch_size} samples")
+    over = f"{title}: {ranks} ranks x {outcomes[0].batch_size} samples"
+    with picture(path, 14, 5, over) as figure:
         evenness, times = figure.subplots(1, 2)
         panels = (
             (evenness, outcomes, "straggler_percentage", "mean waiting of the ranks, % of a step"),
-            (times, planned, "plan_ms_median", "plan, ms"),
+            (times, planned, "plan_ms_median", "time to make a plan, ms"),
         )
         for axes, shown, field, label in panels:
             draw_panel = _draw_bars if len(sizes) == 1 else _draw_lines
             draw_panel(axes, _values(shown, field), label)
+        evenness.set_title("How uneven are the plans?")
+        times.set_title("How long does planning take?")
         if len(sizes) > 1:
             figure.legend(*evenness.get_legend_handles_labels(), loc="outside right center", fontsize="small")
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
 
 
 def _values(outcomes: Sequence[Outcome], field: str) -> dict[str, dict[int, float]]:
@@ -60,7 +53,7 @@ def _draw_bars(axes: Axes, values: dict[str, dict[int, float]], label: str) -> N
     """Draw one bar a partitioner, on a logarithmic axis; what is too small for it is written out."""
     for index, (name, points) in enumerate(values.items()):
         (value,) = points.values()
-        colour = "0.6" if name == "as loaded" else "C0"
+        colour = "black" if name == "as loaded" else colour_of(name, list(values))
         axes.barh(index, max(value, _LEAST), color=colour)  # at least the left edge: no bar
         written = f"{value:.2g}" if value >= _LEAST else "even"
         axes.text(max(value, _LEAST), index, f" {written}", va="center", fontsize="small")
@@ -74,14 +67,14 @@ def _draw_bars(axes: Axes, values: dict[str, dict[int, float]], label: str) -> N
 
 def _draw_lines(axes: Axes, values: dict[str, dict[int, float]], label: str) -> None:
     """Draw one line a partitioner; a plan that is even lies on the lower edge."""
-    coloured = [name for name in values if name != "as loaded"]  # so that both panels agree
+    names = list(dict.fromkeys(["as loaded", *values]))  # so that both panels agree
     for name, points in values.items():
-        colour = "black" if name == "as loaded" else f"C{coloured.index(name)}"
         shown = [max(value, _LEAST) for value in points.values()]
-        axes.plot(list(points), shown, marker="o", label=name, color=colour)
-    axes.set_xscale("log", base=2)
+        style = "--" if name.startswith("Karmarkar") else "-"  # for comparison
+        axes.plot(list(points), shown, style, marker="o", label=name, color=colour_of(name, names))
     axes.set_yscale("log")
-    sizes = sorted({size for points in values.values() for size in points})
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.set_xlabel("ranks")
+    axes.yaxis.set_major_formatter("{x:g}")
+    count_axis(axes, sorted({size for points in values.values() for size in points}), "ranks")
     axes.set_ylabel(label)
+    if any(value <= _LEAST for points in values.values() for value in points.values()):
+        axes.set_ylabel(f"{label} ({_LEAST:g}: that or less)")

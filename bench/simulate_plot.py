@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+from .pictures import colour_of, count_axis, picture
 
 if TYPE_CHECKING:
     from .simulate import Row
 
 _PANELS = (
-    ("straggler_percentage", "straggler percentage"),
+    ("straggler_percentage", "waiting for slower ranks, % of a step"),
     ("exposed_ms", "exposed communication, ms a step"),
     ("bubble_ms", "bubble, ms a step"),
-    ("samples_per_s", "samples a second and rank"),
+    ("samples_per_s", "samples a second, each rank"),
 )
+_LOGARITHMIC = ("exposed_ms", "bubble_ms")  # what is left is a small part of what was
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -32,26 +29,24 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     clusters = list(dict.fromkeys(row.cluster for row in rows))
     techniques = list(dict.fromkeys(row.technique for row in rows))
     sizes = sorted({row.world_size for row in rows})
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(17, 4.6 * len(clusters) + 0.6), layout="constrained")
-        figure.suptitle(f"Simulated, not measured: {title}")
+    with picture(path, 17, 4.4 * len(clusters) + 1.0, f"Simulated, not measured: {title}") as figure:
         panels = figure.subplots(len(clusters), len(_PANELS), squeeze=False)
         for line, cluster in zip(panels, clusters, strict=True):
             for axes, (field, label) in zip(line, _PANELS, strict=True):
-                for index, technique in enumerate(techniques):
+                for technique in techniques:
                     chosen = [r for r in rows if r.cluster == cluster and r.technique == technique]
                     share = [r.world_size if field == "samples_per_s" else 1 for r in chosen]
                     values = [getattr(r.simulated, field) / s for r, s in zip(chosen, share, strict=True)]
-                    colour = "black" if index == 0 else f"C{index}"
-                    axes.plot([r.world_size for r in chosen], values, marker="o", label=technique, color=colour)
-                axes.set_xscale("log", base=2)
-                axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
-                axes.minorticks_off()
-                axes.set_ylim(0, None)
-                axes.set_xlabel("ranks")
-                axes.set_title(f"{label} ({cluster}, simulated)", fontsize="medium")
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        try:
-            figure.savefig(path, dpi=110)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
+                    style = "--" if technique.endswith("over NCCL") else "-"  # often on top of the one without
+                    colour = colour_of(technique, techniques)
+                    axes.plot([r.world_size for r in chosen], values, style, marker="o", label=technique, color=colour)
+                count_axis(axes, sizes, "ranks")
+                axes.tick_params(axis="x", rotation=45)
+                if field in _LOGARITHMIC and any(getattr(r.simulated, field) > 0 for r in rows):
+                    axes.set_yscale("log")
+                    axes.yaxis.set_major_formatter("{x:g}")
+                else:
+                    axes.set_ylim(0, None)
+                axes.set_title(f"cluster {cluster} (simulated)", fontsize="medium")
+                axes.set_ylabel(label)
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)

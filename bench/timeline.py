@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ..balancer import straggler_percentage
+from .pictures import COMPUTING, COMPUTING_NEXT, WAITING_FOR_RANKS, picture
 
-_COMPUTE, _COMPUTE_NEXT, _WAIT, _INK = "#2f6fb0", "#7fb0de", "#d4d4d4", "#222222"
+_INK = "#222222"
 
 
 def draw_timelines(
@@ -20,7 +21,7 @@ def draw_timelines(
     num_shown: int = 6,
     skipped: int = 0,
 ) -> None:
-    """Write a picture: one row a rank, compute coloured, waiting grey, as loaded over balanced; losses below.
+    """Write a picture: one row a rank, compute blue, waiting red, as loaded over balanced; losses below.
 
     A step starts when the slowest rank has finished the one before. The steps shown are those consecutive ones whose
     waiting and saving are closest to those of the whole run.
@@ -33,37 +34,26 @@ def draw_timelines(
         num_shown: Steps to show.
         skipped: Steps before the first of `seconds_before`, for the numbers on the axes.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     first = typical_window(seconds_before, seconds_after, num_shown)
     shown = slice(first, first + num_shown)
-    figure, (before, after, loss) = pyplot.subplots(
-        3, 1, figsize=(11, 9), height_ratios=(3, 3, 2.2), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
-    )
-    right = 1e3 * seconds_before[shown].amax(1).sum().item()
-    panels = (
-        (before, "As the DataLoader gives the batches", seconds_before),
-        (after, "Balanced", seconds_after),
-    )
-    for axes, title, seconds in panels:
-        width = 1e3 * seconds[shown].amax(1).sum().item()
-        _draw_ranks(axes, 1e3 * seconds[shown], skipped + first)
-        axes.set_xlim(0, 1.02 * max(right, width))
-        axes.set_title(
-            f"{title}: ranks wait {straggler_percentage(seconds):.1f} % of the time "
-            f"({straggler_percentage(seconds[shown]):.1f} % in the steps shown)",
-            loc="left",
-            fontweight="bold",
-        )
-    _mark_saving(after, 1e3 * seconds_after[shown].amax(1).sum().item(), right)
-    _draw_losses(loss, losses)
-    _add_legend(figure)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, 11, 9) as figure:
+        before, after, loss = figure.subplots(3, 1, height_ratios=(3, 3, 2.2))
+        for axes in (before, after, loss):
+            axes.grid(visible=False)
+        right = 1e3 * seconds_before[shown].amax(1).sum().item()
+        panels = ((before, "As the DataLoader gives the batches", seconds_before), (after, "Balanced", seconds_after))
+        for axes, title, seconds in panels:
+            width = 1e3 * seconds[shown].amax(1).sum().item()
+            _draw_ranks(axes, 1e3 * seconds[shown], skipped + first)
+            axes.set_xlim(0, 1.12 * max(right, width))
+            axes.set_title(
+                f"{title}: ranks wait {straggler_percentage(seconds):.1f} % of the time "
+                f"({straggler_percentage(seconds[shown]):.1f} % in the steps shown)",
+                fontweight="bold",
+            )
+        _mark_saving(after, 1e3 * seconds_after[shown].amax(1).sum().item(), right)
+        _draw_losses(loss, losses)
+        _add_legend(figure)
 
 
 def typical_window(before: Tensor, after: Tensor, num_shown: int) -> int:
@@ -103,9 +93,9 @@ def _draw_ranks(axes: Any, milliseconds: Tensor, first_step: int) -> None:
         busy = milliseconds[:, rank]
         bars = list(zip(starts.tolist(), busy.tolist(), strict=True))
         idle = list(zip((starts + busy).tolist(), (durations - busy).tolist(), strict=True))
-        colours = [_COMPUTE if i % 2 == 0 else _COMPUTE_NEXT for i in range(num_steps)]
+        colours = [COMPUTING if i % 2 == 0 else COMPUTING_NEXT for i in range(num_steps)]
         axes.broken_barh(bars, (rank - 0.36, 0.72), facecolors=colours)
-        axes.broken_barh(idle, (rank - 0.36, 0.72), facecolors=_WAIT)
+        axes.broken_barh(idle, (rank - 0.36, 0.72), facecolors=WAITING_FOR_RANKS)
     for index, (start, duration) in enumerate(zip(starts.tolist(), durations.tolist(), strict=True)):
         axes.axvline(start + duration, color=_INK, linewidth=0.8)
         axes.text(start + duration / 2, -0.5, f"step {first_step + index}", ha="center", va="bottom", fontsize=8)
@@ -116,7 +106,7 @@ def _draw_ranks(axes: Any, milliseconds: Tensor, first_step: int) -> None:
 
 
 def _mark_saving(axes: Any, ends: float, ended: float) -> None:
-    """Show how much sooner the steps shown are done; the words end with the arrow where that is short."""
+    """Show how much sooner the steps shown are done; the words stand beside the arrow where that is short."""
     if ended <= ends:
         return
     axes.axvline(ended, color=_INK, linewidth=0.8, linestyle=":")
@@ -124,25 +114,25 @@ def _mark_saving(axes: Any, ends: float, ended: float) -> None:
     axes.annotate("", (ends, middle), (ended, middle), arrowprops={"arrowstyle": "<->", "color": _INK})
     narrow = ended - ends < 0.15 * axes.get_xlim()[1]
     axes.text(
-        ended if narrow else (ends + ended) / 2,
-        middle - 0.1,
+        1.01 * ended if narrow else (ends + ended) / 2,
+        middle if narrow else middle - 0.1,
         f"{100 * (1 - ends / ended):.0f} % sooner\nin these steps",
-        ha="right" if narrow else "center",
-        va="bottom",
+        ha="left" if narrow else "center",
+        va="center" if narrow else "bottom",
         fontsize=9,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
     )
 
 
 def _draw_losses(axes: Any, losses: dict[str, list[float]]) -> None:
     """Draw the curves over each other: the second is dashed, so that both show where they coincide."""
-    styles = (("-", 3.5, _COMPUTE_NEXT), ("--", 1.3, _INK))
+    styles = (("-", 3.5, COMPUTING_NEXT), ("--", 1.3, _INK))
     for (label, values), (style, width, colour) in zip(losses.items(), styles, strict=True):
         axes.plot(values, style, linewidth=width, color=colour, label=label)
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     axes.set_title(f"Loss of the global batch in both runs (largest difference {apart:.1e})", loc="left")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean loss of a candidate")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("mean loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
 
@@ -151,7 +141,7 @@ def _add_legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=_COMPUTE, label="computing (shades tell steps apart)"),
-        Patch(color=_WAIT, label="waiting for the slowest rank"),
+        Patch(color=COMPUTING, label="computing (shades tell steps apart)"),
+        Patch(color=WAITING_FOR_RANKS, label="waiting for the slowest rank: the bubble"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)

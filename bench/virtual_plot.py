@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-except ImportError as error:
-    raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+from .pictures import colour_of, count_axis, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from .virtual_study import Outcome, Point
 
-_AXES = (("max_length", "longest history"), ("batch_size", "samples a rank loads"), ("world_size", "ranks"))
+_AXES = (("max_length", "longest history, items"), ("batch_size", "samples a rank loads"), ("world_size", "ranks"))
 _LEAST = 0.02  # percent: less is drawn as this
+_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_FIRST = ("as loaded", "FBS", "VBS", "greedy", "greedy, measured cost model")
 
 
 def draw(outcomes: Sequence[Outcome], base: Point, path: Path, title: str) -> None:
@@ -28,26 +25,23 @@ def draw(outcomes: Sequence[Outcome], base: Point, path: Path, title: str) -> No
     Raises:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
-    with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(14, 8), layout="constrained")
-        figure.suptitle(f"{title}: virtual ranks around {base} (longest history / batch size / ranks)")
-        panels = figure.subplots(2, 3)
+    around = f"{title}\nvirtual ranks around {base} (longest history / samples a rank / ranks)"
+    with picture(path, 14, 8, around) as figure:
+        panels = figure.subplots(2, 3, sharey="row")
         for column, (field, label) in enumerate(_AXES):
             shown = [o for o in outcomes if _on_axis(o, base, field)]
             _draw_lines(panels[0][column], shown, field, "straggler_percentage", 1.0)
-            panels[0][column].set_yscale("log")
-            panels[0][column].yaxis.set_major_formatter("{x:g}")
-            panels[0][column].yaxis.set_minor_formatter("{x:g}")
             _draw_lines(panels[1][column], [o for o in shown if _pads(o)], field, "sparsity", 100.0)
-            panels[1][column].set_ylim(0, 100)
             panels[1][column].set_xlabel(label)
-        panels[0][0].set_ylabel("straggler percentage")
-        panels[1][0].set_ylabel("sparsity, %")
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-        try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write {path}: {error}") from error
+        panels[0][0].set_yscale("log")
+        panels[0][0].set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+        panels[0][0].minorticks_off()
+        values = [max(o.straggler_percentage, _LEAST) for o in outcomes]
+        panels[0][0].set_ylim(min(values) / 1.5, max(values) * 1.5)
+        panels[1][0].set_ylim(0, 100)
+        panels[0][0].set_ylabel("waiting for the slowest rank, % of a step")
+        panels[1][0].set_ylabel("sparsity: padding in a batch, %")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
 
 
 def _on_axis(outcome: Outcome, base: Point, field: str) -> bool:
@@ -60,17 +54,12 @@ def _pads(outcome: Outcome) -> bool:
 
 
 def _draw_lines(axes: Axes, outcomes: Sequence[Outcome], field: str, value: str, factor: float) -> None:
-    names = ["as loaded", "FBS", "VBS"]
-    names += [o.partitioner for o in outcomes if o.partitioner not in names]
-    for index, name in enumerate(dict.fromkeys(names)):
+    names = list(dict.fromkeys([*_FIRST, *(o.partitioner for o in outcomes)]))
+    for name in names:
         points = sorted((getattr(o, field), factor * getattr(o, value)) for o in outcomes if o.partitioner == name)
-        style = "--" if name.startswith("floor") else "-"
-        colour = {"as loaded": "black"}.get(name, "0.5" if style == "--" else f"C{index}")
-        axes.plot(
-            [x for x, _ in points], [max(y, _LEAST) for _, y in points], style, marker="o", label=name, color=colour
-        )
-    ticks = sorted({getattr(o, field) for o in outcomes})
-    if field != "max_length":
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45 if field == "max_length" else 0)
-    axes.xaxis.set_minor_locator(NullLocator())
+        style = "--" if name.startswith("floor") or (name == "FBS" and value == "sparsity") else "-"
+        ys = [max(y, _LEAST) for _, y in points]
+        axes.plot([x for x, _ in points], ys, style, marker="o", label=name, color=colour_of(name, names))
+    count_axis(axes, sorted({getattr(o, field) for o in outcomes}), "")
+    axes.tick_params(axis="x", rotation=30 if field == "max_length" else 0)
+    axes.margins(x=0.12)
