@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         metavar="FILE",
-        help="JSON of bench.embedding to compare with first",
+        help="JSON of bench.embedding or bench.end_to_end: compare with their measured steps first",
     )
     add(
         "--trace",

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from .end_to_end_report import rows
 from .end_to_end_settings import Cell
 from .simulate_comparison import LINKS, Comparison
 from .simulate_network import CLUSTERS
@@ -29,7 +28,7 @@ _REPEATS = 3
 
 
 def compare_steps(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Simulate traced steps with the computing of each rank in each step as measured.
+    """Simulate traced steps with the computing of each rank in each step as measured; of several launches the last.
 
     Args:
         found: Records of bench.end_to_end.
@@ -43,21 +42,14 @@ def compare_steps(found: list[dict[str, Any]]) -> list[Comparison]:
         if each["kind"] == "workload":
             items.setdefault((each["link"], Cell(**each["cell"])), {})[each["rank"]] = fmean(each["ids_of_steps"])
     world_size = 1 + max((each["rank"] for each in found if "rank" in each), default=0)
-    measured = rows(found, world_size)
     return [
-        _compare(key, times, items[key[:2]], measured[key].bubble, measured[key].compute)
+        _compare(key, times, items[key[:2]])
         for key, times in traces.items()
         if len(times) == world_size == len(items.get(key[:2], {})) and key[2] in _CONTENDERS and not key[1].even
     ]
 
 
-def _compare(
-    key: tuple[str, Cell, str],
-    times: dict[int, dict[str, Any]],
-    items: dict[int, float],
-    bubble_ms: float,
-    compute_ms: float,
-) -> Comparison:
+def _compare(key: tuple[str, Cell, str], times: dict[int, dict[str, Any]], items: dict[int, float]) -> Comparison:
     link, cell, contender = key
     world_size, technique = len(times), _CONTENDERS[contender]
     computing = np.array([times[rank]["compute_by_step"] for rank in range(world_size)]).T / 1e3  # [steps, ranks]
@@ -65,6 +57,7 @@ def _compare(
     steps = [StepLoad(each, traffic, np.zeros(world_size), 1) for each in computing] * _REPEATS
     cluster = replace(CLUSTERS[LINKS[link]], **({} if link == "sockets" else {"gpus_per_host": world_size}))
     simulated, _ = simulate(technique, steps, cluster, Model(row_bytes=4 * _DIM, contention=0.0))
+    compute_ms, bubble_ms = (fmean(each[name] for each in times.values()) for name in ("compute_ms", "bubble_ms"))
     return Comparison(link, cell.title, technique.name, world_size, compute_ms, bubble_ms, simulated.bubble_ms)
 
 

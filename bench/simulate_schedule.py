@@ -50,6 +50,7 @@ class Schedule:
     def __init__(self, world_size: int, contention: float = 0.0) -> None:
         self.now = np.zeros(world_size)
         self.intervals: list[Interval] = []
+        self.step_ends: list[float] = []
         self._network = np.zeros(world_size)
         self._contention = contention
         self._busy: list[tuple[float, float]] = []  # transfers with SMs in the background, the same on all ranks
@@ -98,6 +99,10 @@ class Schedule:
     def wait_for(self, name: str, ready: Floats) -> None:
         """Wait until something that ran in the background is there; what is left of it is exposed."""
         self._to(TRANSFER, f"rest of {name}", np.maximum(self.now, ready))
+
+    def end_step(self) -> None:
+        """Note that a step is over once the last rank is here; for a trace."""
+        self.step_ends.append(float(self.now.max()))
 
     def spent(self, kind: str, since: float = 0.0) -> Floats:
         """Seconds of a kind on each rank, of events that begin at or after a time. Shape [world_size]."""

@@ -124,6 +124,7 @@ def simulate(
     since = 0.0
     for index, step in enumerate(steps):
         run.step(step, steps[index + 1] if index + 1 < len(steps) else None)
+        schedule.end_step()
         if index == 0:
             since = float(schedule.now.min())
     count = len(steps) - 1
@@ -157,7 +158,7 @@ class _Run:
         """Ids, rows, forward, backward, gradients, one after the other (Figure 1)."""
         schedule, asked, served = self._schedule, self._asked(step.traffic), self._served(step.traffic)
         if not self._technique.ids_ahead:
-            schedule.host("host: sizes of ids", 1e-3 * self._cluster.host_ms)
+            schedule.host("host reads the sizes of ids", 1e-3 * self._cluster.host_ms)
             schedule.exchange("ids", self._all_to_all(8 * asked, 8 * served))
         schedule.compute("look up", self._memory(served))
         schedule.exchange("rows", self._rows(served, asked))

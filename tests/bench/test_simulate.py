@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from freescale.bench import simulate
 from freescale.bench.compute_fit import ComputeFit, fit_compute, loads_of
 from freescale.bench.embedding_workload import power_law
-from freescale.bench.simulate_check import compare, simulated_bubble_ms
 from freescale.bench.simulate_load import Workload, as_loaded, by_measured_cost, step_loads
 from freescale.bench.simulate_network import CLUSTERS, Cluster, cluster_of
 from freescale.bench.simulate_schedule import COMPUTE, TRANSFER, WAIT, Schedule
@@ -35,8 +32,6 @@ from freescale.bench.simulate_traffic import (
     samples_of,
     with_collisions,
 )
-
-from measured_steps import embedding_records, step_records
 
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 # no latency and 1e9 bytes a second inside hosts and between them, so that sums by hand stay readable
@@ -303,7 +298,7 @@ def test_one_step_cannot_be_simulated() -> None:
         simulate_steps(TECHNIQUES[0], steps_of([1.0], even_traffic(1, 1, 0), 1), PLAIN, Model())
 
 
-# ---- trace and comparison ----------------------------------------------------------------------------------------
+# ---- the trace ----------------------------------------------------------------------------------------------------
 
 
 def test_a_trace_holds_every_event_of_the_ranks_it_shows_and_says_that_it_is_simulated() -> None:
@@ -325,6 +320,23 @@ def test_a_trace_holds_every_event_of_the_ranks_it_shows_and_says_that_it_is_sim
         assert all(a[1] <= b[0] + 1e-2 for a, b in pairwise(spans)), "rows of a trace do not overlap"
 
 
+def test_a_trace_shows_steps_in_a_row_above_the_ranks_and_calls_a_bubble_a_bubble() -> None:
+    steps = steps_of([1.0, 2.0], even_traffic(2, 1e5, 1e4))
+    _, schedule = simulate_steps(BY_NAME["TorchRec"], steps, PLAIN, Model())
+    found = trace({"TorchRec": schedule}, "test")["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    places = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
+    assert [rows[tid] for tid in sorted(places, key=lambda tid: places[tid])] == [
+        "steps", "rank 0", "rank 0, network behind it", "rank 1", "rank 1, network behind it"
+    ]  # fmt: skip
+    spans = [e for e in found if e["ph"] == "X" and e["tid"] == 0]
+    assert [e["name"] for e in spans] == [f"step {number}" for number in range(len(steps))]
+    assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(1e6 * float(schedule.now.max()))
+    bubbles = [e for e in found if e["ph"] == "X" and e["name"].startswith("bubble: ")]
+    assert {e["cat"] for e in bubbles} == {"wait", "exposed transfer", "host"}
+    assert not any(e["cat"] == COMPUTE for e in bubbles)
+
+
 def test_of_many_ranks_those_that_wait_least_and_most_are_shown() -> None:
     schedule = Schedule(100)
     schedule.compute("work", np.arange(100.0))
@@ -332,97 +344,3 @@ def test_of_many_ranks_those_that_wait_least_and_most_are_shown() -> None:
     shown = shown_ranks(schedule)
     assert len(shown) == 16
     assert {0, 99} <= set(shown)
-
-
-def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:
-    path = tmp_path / "embedding.json"
-    found = embedding_records("shared memory", {"base": 15.0, "sdd": 9.0, "prioritized": 1.0})
-    path.write_text(json.dumps({"found": found}))
-    compared = {each.technique: each for each in compare(path)}
-    assert list(compared) == ["TorchRec", "TorchRec, SDD", "prioritized only"]
-    sdd = compared["TorchRec, SDD"]
-    assert (sdd.measured_ms, sdd.compute_ms, sdd.world_size) == (9.0, 100.0, 2)
-    rows_ms = 1e3 * 400_000 * 512 / 2 / 23e9
-    assert sdd.simulated_ms == pytest.approx(2 * rows_ms + CLUSTERS["shared_memory"].gap_ms, rel=0.1)
-    assert sdd.step_error == pytest.approx((sdd.simulated_ms - 9.0) / 109.0)
-    assert compared["TorchRec"].simulated_ms > sdd.simulated_ms + 3.0 > compared["prioritized only"].simulated_ms
-    load = next(each for each in found if each["kind"] == "workload")
-    slow = simulated_bubble_ms(BY_NAME["TorchRec, SDD"], 100.0, load, CLUSTERS["sockets"])
-    assert slow > 10 * sdd.simulated_ms / 2
-
-
-def test_steps_of_uneven_ranks_are_simulated_with_their_own_computing(tmp_path: Path) -> None:
-    (tmp_path / "steps.json").write_text(json.dumps({"found": step_records({"sdd": 17.0, "freescale": 17.0})}))
-    sdd, ours = compare(tmp_path / "steps.json")
-    assert (sdd.technique, ours.technique) == ("TorchRec, SDD", "FreeScale over NCCL")
-    assert (sdd.measured_ms, sdd.compute_ms) == (17.0, 105.0)
-    waiting = (5.0 + 15.0) / 2  # 110 instead of 105 on average, then 120 instead of 105
-    assert ours.simulated_ms == pytest.approx(waiting + CLUSTERS["nvlink_pair"].gap_ms, abs=2.0)
-    assert sdd.simulated_ms > ours.simulated_ms
-
-
-def test_files_that_are_no_measurements_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    for text, message in (
-        ("{}", "is not what bench.embedding or bench.end_to_end writes"),
-        ('{"found": []}', "has no traced step"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            compare(path)
-
-
-# ---- the command -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compute(tmp_path: Path) -> Path:
-    path = tmp_path / "virtual.json"
-    fit = ComputeFit(2e-3, 1e-7, 1e-11, 0.0, error=0.003, noise=0.002).to_dict()
-    path.write_text(json.dumps({"kind": "virtual_ranks", "device": "some GPU", "fit": fit}))
-    return path
-
-
-def test_the_command_marks_everything_as_simulated(
-    compute: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = tmp_path / "embedding.json"
-    measured.write_text(json.dumps({"found": embedding_records("nvlink", {"sdd": 3.0})}))
-    out = {name: tmp_path / f"out.{name}" for name in ("json", "png", "trace")}
-    arguments = ["--compute", str(compute), "--world-size", "2", "64", "--batch-size", "8", "--data"]
-    arguments += ["zipf:rows=10000,median=300", "--steps", "2", "--cluster", "paper", "ethernet_100", "--check"]
-    arguments += [str(measured), "--json", str(out["json"]), "--plot", str(out["png"]), "--trace", str(out["trace"])]
-    assert simulate.main([*arguments, "--results", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "Simulated beside measured" in said
-    assert "Simulated, not measured." in said
-    assert "some GPU" in said
-    found = json.loads(out["json"].read_text())
-    assert found["simulated"] is True
-    assert len(found["rows"]) == 2 * 2 * len(TECHNIQUES)
-    assert len(found["compared"]) == 1
-    assert out["png"].read_bytes().startswith(b"\x89PNG")
-    assert json.loads(out["trace"].read_text())["otherData"]["simulated"] == "yes"
-    (result,) = tmp_path.glob("*-simulate.md")
-    assert "# Many ranks, simulated" in result.read_text()
-
-
-def test_mistakes_are_errors_without_a_traceback(
-    compute: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "other.json"
-    other.write_text("{}")
-    given_options = ["--compute", str(compute), "--world-size", "2"]
-    for arguments, message in (
-        (["--compute", str(tmp_path / "no.json")], "cannot read compute time"),
-        (["--compute", str(other)], "was not written by bench.virtual_ranks"),
-        ([*given_options, "--cluster", "moon"], "cluster must be one of"),
-        ([*given_options, "--data", "zipf:speed=1"], "zipf has parameters"),
-        ([*given_options, "--collisions", "2"], "--collisions must be from 0 to 1"),
-        ([*given_options, "--contention", "-1"], "--contention must be in"),
-        ([*given_options, "--check", str(other)], "is not what bench.embedding or bench.end_to_end writes"),
-    ):
-        assert simulate.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert message in error
