@@ -56,7 +56,7 @@ def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_size
     rank, world_size = communicator.Get_rank(), communicator.Get_size()
     parting = Parting(_duplicate(communicator, timeout_s), timeout_s)
     berth = _Berth()
-    berth.fill(communicator, check_sizes, timeout_s)
+    berth.fill(communicator, check_sizes, timeout_s, parting)
     wire = MpiWire(parting, berth, check_sizes)
     return open_lane(wire, "main", rank, world_size, timeout_s, check_sizes)
 
@@ -90,7 +90,7 @@ class MpiWire:
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
-        return MpiWire(self._parting, self._berth.find_or_make(check_sizes, timeout_s), check_sizes)
+        return MpiWire(self._parting, self._berth.find_or_make(check_sizes, timeout_s, self._parting), check_sizes)
 
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`."""
@@ -114,11 +114,11 @@ class _Berth:
         self._under_way: list[_MpiTicket] = []
         self._num_begun, self._is_free = 0, False
 
-    def fill(self, origin: MPI.Intracomm, check_sizes: bool, timeout_s: float) -> None:
+    def fill(self, origin: MPI.Intracomm, check_sizes: bool, timeout_s: float, parting: Parting) -> None:
         """Make the communicators; collective."""
-        self.communicators["data"] = _duplicate(origin, timeout_s)
+        self.communicators["data"] = _duplicate(origin, timeout_s, parting)
         if check_sizes:
-            self.communicators["sizes"] = _duplicate(origin, timeout_s)
+            self.communicators["sizes"] = _duplicate(origin, timeout_s, parting)
 
     def note(self, ticket: _MpiTicket) -> _MpiTicket:
         """Count what is begun here."""
@@ -134,7 +134,7 @@ class _Berth:
     def _is_quiet(self) -> bool:
         return self._is_free and all(ticket.done for ticket in self._under_way)
 
-    def find_or_make(self, check_sizes: bool, timeout_s: float) -> _Berth:
+    def find_or_make(self, check_sizes: bool, timeout_s: float, parting: Parting) -> _Berth:
         """Agree with the other ranks on a berth for another channel; collective.
 
         One where all ranks have begun and completed equally many collectives holds no message of the channel before.
@@ -144,7 +144,7 @@ class _Berth:
         try:
             free = [berth._num_begun if berth._is_quiet() else -1 for berth in self._below]
             mine = np.array([check_sizes, *free], dtype=np.int64)
-            least, most = _find_least_and_most(self.communicators["data"], mine, timeout_s)
+            least, most = _find_least_and_most(self.communicators["data"], mine, timeout_s, parting)
             check_sizes = bool(most[0])  # also when ranks disagree about that, which they will find out next
             for index in np.flatnonzero((least[1:] >= 0) & (least[1:] == most[1:])).tolist():
                 berth = self._below[index]
@@ -152,7 +152,7 @@ class _Berth:
                     berth._num_begun, berth._is_free = 0, False
                     return berth
             made = _Berth()
-            made.fill(self.communicators["data"], check_sizes, timeout_s)
+            made.fill(self.communicators["data"], check_sizes, timeout_s, parting)
         except TransportError as error:
             self._broken = error
             raise
@@ -262,20 +262,20 @@ def _large_piece(start: int, size: int) -> MPI.Datatype:
     return datatype.Commit()
 
 
-def _duplicate(communicator: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
-    """MPI_Comm_dup with a deadline."""
+def _duplicate(communicator: MPI.Intracomm, timeout_s: float, parting: Parting | None = None) -> MPI.Intracomm:
+    """MPI_Comm_dup with a deadline, and an ear for peers that fail meanwhile."""
     from mpi4py import MPI
 
     with _Doubting(timeout_s):
         made, request = communicator.Idup()
         made.Set_errhandler(MPI.ERRORS_RETURN)
-        _complete(request, made, communicator, timeout_s)
+        _complete(request, made, communicator, timeout_s, parting)
     assert isinstance(made, MPI.Intracomm), "the duplicate is of the kind of its original"
     return made
 
 
 def _find_least_and_most(
-    communicator: MPI.Intracomm, numbers: NDArray[np.int64], timeout_s: float
+    communicator: MPI.Intracomm, numbers: NDArray[np.int64], timeout_s: float, parting: Parting
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The least and the greatest of each number over all ranks; collective. Both have the shape of `numbers`."""
     from mpi4py import MPI
@@ -284,11 +284,13 @@ def _find_least_and_most(
     least = np.empty_like(mine)
     with _Doubting(timeout_s):
         request = communicator.Iallreduce(mine, least, MPI.MIN)
-        _complete(request, (mine, least), communicator, timeout_s)
+        _complete(request, (mine, least), communicator, timeout_s, parting)
     return least[0], -least[1]
 
 
-def _complete(request: MPI.Request, memory: object, communicator: MPI.Intracomm, timeout_s: float) -> None:
+def _complete(
+    request: MPI.Request, memory: object, communicator: MPI.Intracomm, timeout_s: float, parting: Parting | None
+) -> None:
     kept = Kept(request, memory)
     deadline = time.monotonic() + timeout_s
     while not request.Test():
@@ -297,6 +299,8 @@ def _complete(request: MPI.Request, memory: object, communicator: MPI.Intracomm,
                 f"mpi: rank {communicator.Get_rank()} of {communicator.Get_size()} waited {timeout_s:g} s for the "
                 "others to make a channel; which ranks are missing is not known"
             )
+        if parting is not None:
+            parting.raise_if_a_peer_failed()
         time.sleep(_LONGEST_NAP_S)
     kept.release()
 
