@@ -22,6 +22,7 @@ from .partitioners.variable import VariableBatchSize
 from .pipeline import Prefetching, StagedPipeline
 from .plan import Cost, Partitioner, WorldSamples
 from .report import Report
+from .reshard import reshard
 
 if TYPE_CHECKING:
     from .batches.parquet import ParquetSource, read_parquet
@@ -60,6 +61,7 @@ __all__ = [
     "imbalance",
     "keep_together",
     "read_parquet",
+    "reshard",
     "sparsity",
     "straggler_percentage",
 ]

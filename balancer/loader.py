@@ -26,6 +26,7 @@ from .protocol.schema import Schema
 from .protocol.selection import Selection
 from .protocol.step import LocalBatch
 from .report import LossScaled, Report
+from .reshard import check_state
 from .source import ReplayedSource, Source, check_share, source_of
 from .worker import End, Worker
 
@@ -179,6 +180,7 @@ class BalancedLoader(Generic[T]):
         """Begin reading. A failure is told to all ranks in the first step, so that none waits for this one."""
         try:
             if state["exhausted"]:
+                self._source.go_to_next(state["source"])
                 return iter(()), None
             batches = self._source.start(state["source"])
             if state["source"] is None:  # what shuffles draws its order here, so a state has to hold it from now on
@@ -316,23 +318,15 @@ class BalancedLoader(Generic[T]):
         """Go on from a state at the next iteration. All ranks must load states of the same step.
 
         Raises:
-            ValueError: It is not a state of a balanced loader.
+            ValueError: It is not a state of this rank of a balanced loader; `reshard` makes those of another number of
+                ranks.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
-        missing = set(self._fresh_state()) - set(state)
-        if missing:
-            raise ValueError(f"state must come from state_dict() of a balanced loader; it lacks {sorted(missing)}")
-        for name in ("step", "epoch", "dropped_samples", "rank", "world_size"):
-            if type(state[name]) is not int or not 0 <= state[name] < 1 << 62:
-                raise ValueError(f"state: {name} must be an integer of at least 0, got {state[name]!r}")
-        if type(state["exhausted"]) is not bool:
-            raise ValueError(f"state: exhausted must be true or false, got {state['exhausted']!r}")
+        check_state(state)
         saved, here = (state["rank"], state["world_size"]), (self._transport.rank, self._transport.world_size)
         if saved != here:
             raise ValueError(
                 f"state: it was saved by rank {saved[0]} of {saved[1]}, but this is rank {here[0]} of {here[1]}; "
-                "each rank has to load its own, on as many ranks"
+                "each rank has to load its own; for another number of ranks see freescale.balancer.reshard"
             )
         self.close()
         loaded = copy.deepcopy(dict(state))

@@ -32,6 +32,10 @@ class Source(Protocol):
         """How the next epoch begins, asked when the running one has ended. None: as any epoch."""
         ...
 
+    def go_to_next(self, end_state: Any) -> None:
+        """Have the next epoch begin as `end_state` said, in a process where the running one was not read."""
+        ...
+
 
 class StatefulSource:
     """A loader with state_dict and load_state_dict, like torchdata's StatefulDataLoader or `read_parquet`."""
@@ -53,6 +57,10 @@ class StatefulSource:
     def end_state(self) -> Any:
         """How the next epoch begins: at its end, such a loader's state is that (the order of a shuffle is in it)."""
         return copy.deepcopy(self._loader.state_dict())
+
+    def go_to_next(self, end_state: Any) -> None:
+        """Have the next epoch begin as `end_state` said."""
+        self._loader.load_state_dict(end_state)
 
 
 class ReplayedSource:
@@ -123,6 +131,9 @@ class ReplayedSource:
         """How the next epoch begins."""
         return None
 
+    def go_to_next(self, end_state: Any) -> None:
+        """Every epoch begins alike."""
+
 
 class NodeSource:
     """A torchdata node."""
@@ -143,6 +154,9 @@ class NodeSource:
     def end_state(self) -> Any:
         """How the next epoch begins: a node's state at its end would give an empty epoch."""
         return None
+
+    def go_to_next(self, end_state: Any) -> None:
+        """Every epoch begins alike."""
 
 
 def source_of(loader: Any, fingerprint: Callable[[Any], int]) -> Source:

@@ -6,7 +6,6 @@ import contextlib
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from .arrow import FillValue, check_names
 from .batch import JaggedBatch
+from .row_groups import STATE_VERSION, Place, RowGroup, checked_count, checked_dealt, left_over
 
 PathLike = str | os.PathLike[str]
-_STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class _RowGroup:
-    path: str
-    index: int
-    num_rows: int
 
 
 class ParquetSource(IterableDataset[JaggedBatch]):
@@ -68,7 +60,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self.shuffles = shuffle
         self._drop_last, self._seed = drop_last, seed
         self._fill_value, self._use_threads = fill_value, use_threads
-        self._groups: list[_RowGroup] = []
+        self._groups: list[RowGroup] = []
         self._files: list[list[Any]] = []
         self.names: tuple[str, ...] = () if columns is None else tuple(columns)
         schemas = [self._add_file(file, read_all=columns is None) for file in self.paths]
@@ -76,6 +68,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             _check_same_types(file, schema, self.paths[0], schemas[0])
         JaggedBatch.from_arrow(schemas[0].empty_table())  # types that are no column are refused before anything is read
         self._epoch, self._group, self._row, self._rows_read = 0, 0, 0, 0
+        self._dealt: list[list[Place]] = []  # where ranks stood when the epoch was dealt anew to another number of them
         self._under_way = False
         self._newest: object = None
 
@@ -91,20 +84,21 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         check_names(list(self.names), names, path)
         self._files.append([os.path.basename(path), num_rows, len(groups)])
         # an empty row group would take a rank's turn
-        self._groups += [_RowGroup(path, index, size) for index, size in enumerate(groups) if size]
+        self._groups += [RowGroup(path, index, size) for index, size in enumerate(groups) if size]
         return pa.schema([schema.field(name) for name in self.names])
 
-    def _share(self, epoch: int) -> list[_RowGroup]:
-        """Row groups of this rank (and DataLoader worker) in an epoch, in order."""
+    def _share(self, epoch: int, dealt: Sequence[Sequence[Place]]) -> list[RowGroup]:
+        """Row groups of this rank (and DataLoader worker) in an epoch, in order, since it was dealt last."""
         order = list(range(len(self._groups)))
         if self.shuffles:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(order), generator=generator).tolist()
+        groups = [self._groups[i] for i in order]
+        for places in dealt:
+            groups = left_over(groups, places)
         worker = get_worker_info()
-        share = order[self.rank :: self.world_size]
-        if worker is not None:
-            share = share[worker.id :: worker.num_workers]
-        return [self._groups[i] for i in share]
+        share = groups[self.rank :: self.world_size]
+        return share if worker is None else share[worker.id :: worker.num_workers]
 
     @property
     def epoch(self) -> int:
@@ -113,8 +107,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of this rank in the epoch."""
-        return sum(group.num_rows for group in self._share(self._epoch))
+        """Rows of this rank in the epoch; after a resume on another number of ranks, in what was left of it."""
+        return sum(group.num_rows for group in self._share(self._epoch, self._dealt))
 
     @property
     def rows_read(self) -> int:
@@ -135,12 +129,13 @@ class ParquetSource(IterableDataset[JaggedBatch]):
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._group, self._row, self._rows_read = epoch, 0, 0, 0
-        self._under_way = False
+        self._dealt, self._under_way = [], False
 
     def _batches(self, token: object) -> Iterator[JaggedBatch]:
         waiting: list[pa.RecordBatch] = []
         num_waiting = 0
-        for group, row, piece in self._pieces(self._share(self._epoch), self._group, self._row):
+        share = self._share(self._epoch, self._dealt)
+        for group, row, piece in self._pieces(share, self._group, self._row):
             used = 0
             while num_waiting + len(piece) - used >= self.batch_size:
                 cut = self.batch_size - num_waiting
@@ -152,7 +147,7 @@ class ParquetSource(IterableDataset[JaggedBatch]):
                 waiting.append(piece.slice(used))
                 num_waiting += len(piece) - used
         last = pa.Table.from_batches(waiting) if num_waiting and not self._drop_last else None
-        self._advance(token, len(self._share(self._epoch)), 0, num_waiting)
+        self._advance(token, len(share), 0, num_waiting)
         if last is not None:
             yield self._batch(last)
         if token is self._newest:
@@ -167,8 +162,8 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         self._group, self._row = group, row
         self._rows_read += num_rows
 
-    def _pieces(self, share: list[_RowGroup], first: int, skip: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Read what is left: position of the row group, first row of the piece in it, and the piece."""
+    def _pieces(self, share: list[RowGroup], first: int, skip: int) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Read what is left: position of the row group, first row of the piece in it (among its own), and the piece."""
         file: pq.ParquetFile | None = None
         path = None
         try:
@@ -178,17 +173,17 @@ class ParquetSource(IterableDataset[JaggedBatch]):
                     if file is not None:
                         file.close()
                     file, path = _opened(group.path), group.path
-                row = 0
+                row = -group.first_row
                 for piece in self._read(file, group):
                     start, row = row, row + len(piece)
-                    passed = min(max(skip - start, 0), len(piece)) if position == first else 0
+                    passed = min(max((skip if position == first else 0) - start, 0), len(piece))
                     if passed < len(piece):
                         yield position, start + passed, piece.slice(passed)
         finally:
             if file is not None:
                 file.close()
 
-    def _read(self, file: Any, group: _RowGroup) -> Iterator[pa.RecordBatch]:
+    def _read(self, file: Any, group: RowGroup) -> Iterator[pa.RecordBatch]:
         num_rows = 0
         with _naming(f"cannot read row group {group.index} of {group.path}"):
             for piece in file.iter_batches(
@@ -196,17 +191,18 @@ class ParquetSource(IterableDataset[JaggedBatch]):
             ):
                 num_rows += len(piece)
                 yield piece
-            if num_rows != group.num_rows:
-                raise ValueError(f"it has {num_rows} rows where the file says {group.num_rows}")
+            if num_rows != group.first_row + group.num_rows:
+                raise ValueError(f"it has {num_rows} rows where the file says {group.first_row + group.num_rows}")
 
     def state_dict(self) -> dict[str, Any]:
         """Say where the next batch starts. After the end of an epoch that is the start of the next one."""
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "epoch": self._epoch,
             "group": self._group,
             "row": self._row,
             "rows_read": self._rows_read,
+            "dealt": self._dealt,
             **self._identity(),
         }
 
@@ -230,21 +226,24 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be a dict from state_dict(), got {type(state).__name__}")
-        if repr(state.get("version")) != repr(_STATE_VERSION):
-            raise ValueError(f"state version must be {_STATE_VERSION}, got {state.get('version')!r}")
+        if repr(state.get("version")) != repr(STATE_VERSION):
+            raise ValueError(f"state version must be {STATE_VERSION}, got {state.get('version')!r}")
         for key, here in self._identity().items():
             there = state.get(key)
             if repr(there) != repr(here):  # whatever it is: tensors, say, do not compare
                 detail = _first_difference(there, here) if key == "files" else f"{there!r}, here it is {here!r}"
                 raise ValueError(f"the state was taken with another {key}: {detail}")
-        epoch, group, row, rows_read = self._checked_position(state)
+        dealt = checked_dealt(state.get("dealt"))
+        epoch, group, row, rows_read = self._checked_position(state, dealt)
         self._start_epoch(epoch)
-        self._group, self._row, self._rows_read = group, row, rows_read
+        self._group, self._row, self._rows_read, self._dealt = group, row, rows_read, dealt
         self._newest = None
 
-    def _checked_position(self, state: Mapping[str, Any]) -> tuple[int, int, int, int]:
-        epoch, group, row, rows_read = (_checked_count(state, key) for key in ("epoch", "group", "row", "rows_read"))
-        share = self._share(epoch)
+    def _checked_position(
+        self, state: Mapping[str, Any], dealt: Sequence[Sequence[Place]]
+    ) -> tuple[int, int, int, int]:
+        epoch, group, row, rows_read = (checked_count(state, key) for key in ("epoch", "group", "row", "rows_read"))
+        share = self._share(epoch, dealt)
         if group > len(share):
             raise ValueError(
                 f"group of the state must be at most {len(share)}, the row groups of this rank, got {group}"
@@ -256,13 +255,6 @@ class ParquetSource(IterableDataset[JaggedBatch]):
         if rows_read != behind:
             raise ValueError(f"rows_read of the state must be {behind}, the rows before group and row, got {rows_read}")
         return epoch, group, row, rows_read
-
-
-def _checked_count(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{key} of the state must be an integer of at least 0, got {value!r}")
-    return value
 
 
 def _check_same_types(path: str, schema: pa.Schema, first_path: str, first: pa.Schema) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,3 +87,18 @@ class RankSpeeds:
             self._step = torch.cat([self._step, torch.full((missing,), -1)])
             self._rate = torch.cat([self._rate, torch.full((missing,), torch.nan, dtype=torch.float64)])
             self._speed = torch.cat([self._speed, torch.ones(missing, dtype=torch.float64)])
+
+
+def forget_speeds(state: Any) -> Any:
+    """Take the speeds out of a partitioner's state, for another number of ranks: nobody knows who became whom.
+
+    What was learned of samples stays.
+
+    Example:
+        >>> forget_speeds({"rank_step": torch.ones(2), "rank_rate": torch.ones(2), "rank_speed": torch.ones(2)})
+        {'rank_step': tensor([]), 'rank_rate': tensor([]), 'rank_speed': tensor([])}
+    """
+    names = RankSpeeds().state_dict().keys()
+    if not isinstance(state, dict) or not names <= state.keys():
+        return state
+    return {name: value[:0] if name in names and isinstance(value, Tensor) else value for name, value in state.items()}

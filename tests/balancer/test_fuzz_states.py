@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freescale.balancer import BalancerError, CostModel, VariableBatchSize, balance, read_parquet
+from freescale.balancer import BalancerError, CostModel, VariableBatchSize, balance, read_parquet, reshard
 from freescale.transport import connect
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -65,6 +65,23 @@ def test_states_of_parquet_are_loaded_or_refused(path: Path, data: st.DataObject
     with contextlib.suppress(ValueError, TypeError):
         source.load_state_dict(state)
         assert sum(batch.batch_size for batch in source) <= 30
+
+
+@settings(PATIENT, max_examples=150)
+@given(data=st.data())
+def test_states_for_another_number_of_ranks_are_made_or_refused(path: Path, data: st.DataObject) -> None:
+    loader = balance(read_parquet(path, 4), connect("local"), "uih", VariableBatchSize(autotune=True))
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.close()
+    sources = [{**state["source"], "rank": rank, "world_size": 2, "dealt": [[[0, 3]]]} for rank in range(2)]
+    states = [{**state, "rank": rank, "world_size": 2, "source": source} for rank, source in enumerate(sources)]
+    assert len(reshard(states, 3)) == 3
+    with contextlib.suppress(ValueError, TypeError):
+        for state in reshard(changed(states, data), 3):
+            source = read_parquet(path, 4, rank=state["rank"], world_size=3)
+            source.load_state_dict(state["source"])
+            assert sum(batch.batch_size for batch in source) <= 30
 
 
 @settings(PATIENT, max_examples=80)

@@ -169,7 +169,7 @@ def test_a_state_of_something_else_is_refused_and_says_what_differs(folder: Path
         ValueError, match=r"another files: b\.parquet \(5 rows, 1 row groups\), here b\.parquet \(6 rows"
     ):
         load(path=moved)
-    with pytest.raises(ValueError, match="state version must be 1, got None"):
+    with pytest.raises(ValueError, match="state version must be 2, got None"):
         read_parquet(folder, 4).load_state_dict({})
 
 
@@ -188,6 +188,13 @@ def test_a_state_of_something_else_is_refused_and_says_what_differs(folder: Path
         ({"rows_read": None}, "rows_read of the state must be an integer of at least 0, got None"),
         ({"rows_read": 9}, "rows_read of the state must be 8, the rows before group and row, got 9"),
         ({"group": 0}, "rows_read of the state must be 1, the rows before group and row, got 8"),
+        ({"dealt": None}, r"dealt of the state must be lists of \[row groups, rows\], got None"),
+        ({"dealt": [[]]}, "dealt of the state must be lists"),
+        ({"dealt": [[[1, 2], [3]]]}, "dealt of the state must be lists"),
+        ({"dealt": [[[1, -2]]]}, "dealt of the state must be lists"),
+        ({"dealt": [[[1, True]]]}, "dealt of the state must be lists"),
+        ({"dealt": [[[2**70, 0]]]}, "dealt of the state must be lists"),
+        ({"dealt": [[[2**61, 0]]]}, "group of the state must be at most 0, the row groups of this rank, got 1"),
     ],
 )
 def test_a_state_of_a_place_that_is_not_there_is_refused_and_changes_nothing(
@@ -210,6 +217,21 @@ def test_a_state_of_a_place_that_is_not_there_is_refused_and_changes_nothing(
     resumed = source()
     resumed.load_state_dict(state)
     assert head + ids(resumed) == ids(source())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_what_is_left_of_an_epoch_is_dealt_by_where_each_rank_stood(folder: Path, batch_size: int) -> None:
+    """Row groups in turn, those that were begun from the row where their reader stopped; here two ranks, then three."""
+    # Row groups begin at 0, 7, 14, 21, 23, 28 and then every three rows. Of two ranks the first stopped three rows into
+    # 14, its second, and the other two rows into 34, its fourth. So 17, 23, 31, 36, 37, 40 and 43 begin what is left.
+    # Of the three ranks that were dealt these in turn, one read its first, one three rows of 23, and one 31 and 40.
+    dealt = [[[1, 3], [3, 2]], [[1, 0], [0, 3], [9, 9]]]
+    expected = [26, 27, 36, 37, 38, 39, 43, 44]
+    source = read_parquet(folder, batch_size)
+    source.load_state_dict(source.state_dict() | {"dealt": dealt})
+    assert source.num_rows == len(expected)
+    assert ids(source) == expected
+    assert ids(source) == list(range(NUM_ROWS))  # the next epoch is whole
 
 
 def test_a_source_says_whether_it_shuffles(folder: Path) -> None:
