@@ -15,7 +15,7 @@ from freescale.transport import Transport, TransportError, connect
 
 def fail(how: str, transport: Transport) -> None:
     """What rank 1 does instead of the second exchange."""
-    if how == "raise":
+    if how in ("raise", "raise before a channel"):
         raise ValueError("the loader broke")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -76,6 +76,8 @@ def main(backend: str, how: str, timeout_s: str) -> None:
             fail(how, transport)
         elif how == "stuck thread":
             transport.channel("never answered")
+        elif how == "raise before a channel":
+            transport.channel("incomplete")
         elif how == "gone before a channel":
             try:
                 transport.channel("incomplete")

@@ -55,6 +55,15 @@ def test_a_rank_that_raises_is_reported_by_all_others_at_once(backend: str) -> N
             assert "rank 1 failed: ValueError: the loader broke" in text
 
 
+def test_a_rank_that_raises_while_others_make_a_channel_is_reported_by_them_at_once() -> None:
+    done = fail("mpi", "raise before a channel", deadline_s=100)
+    assert done.returncode == 1
+    for rank in (0, 2):
+        text = reported(done, rank)
+        assert "rank 1 failed: ValueError: the loader broke" in text
+        assert seconds(text) < 50
+
+
 @BACKENDS
 def test_a_killed_rank_is_reported_by_the_survivors(backend: str) -> None:
     done = fail(backend, "kill", recovery=True)
