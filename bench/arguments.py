@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,29 @@ def write_figures(path: Path, found: Any) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def input_files(paths: Sequence[Path], needed: Sequence[str]) -> list[dict[str, Any]]:
+    """Read what --json wrote.
+
+    Args:
+        paths: Of the files.
+        needed: Keys that each must have.
+
+    Raises:
+        ValueError: One is no file, no JSON, or lacks a key; names it.
+    """
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            read = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--read must name files that --json wrote, {path} is none: {error}") from error
+        if not isinstance(read, dict) or (missing := [key for key in needed if key not in read]):
+            lacks = "no object" if not isinstance(read, dict) else f"{', '.join(missing)} missing"
+            raise ValueError(f"--read must name files that --json wrote, {path} is none: {lacks}")
+        found.append(read)
+    return found
 
 
 def read_parameters(name: str, text: str, defaults: Mapping[str, float]) -> dict[str, float]:

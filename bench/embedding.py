@@ -7,7 +7,6 @@ lengths and collision ratios, after a check that all train alike. With `--device
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -20,8 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
-from .embedding_launches import Launcher, read_traces
+from .arguments import at_least_one, input_files, output_file, output_folder, write_figures
+from .embedding_launches import Launcher, read_traces, run_all
 from .embedding_report import LEGEND, Report, faults, found_checks, notes, tables
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
 from .environment import environment
@@ -29,7 +28,6 @@ from .launch import LaunchError, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
 
 _CONTENDERS = ("base", "sdd", "sdd_dedup", "synchronous", "prioritized")
-_LAUNCH_TIMEOUT_S = 30.0  # more than a launch may take after its time is over
 
 _SIZES = {
     "cuda": Sizes(batch_size=128, num_rows=10_000_000, dim=128, width=256, num_layers=3, median=3500.0),
@@ -53,12 +51,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _EPILOG = """\
 examples:
   python -m freescale.bench.embedding --results bench/results --json out/embedding.json
-  python -m freescale.bench.embedding --links nvlink --ratios 5 --tables 1 2 --seconds 120
+  python -m freescale.bench.embedding --links nvlink --ratios 5 --tables 1 2 --popular --limit-s 120
   python -m freescale.bench.embedding --device cpu
 
-One of cut, ratio and number of tables varies at a time; the others stay at the first value given. A cell that --seconds
-leaves no time for is named. PEC is part of torchrec 1.9: where another version is installed, put 1.9 into a folder
-(pip install --no-deps --target FOLDER torchrec==1.9.2) and give --pec-packages FOLDER.
+One of cut, ratio and number of tables varies at a time; the others stay at the first value given. A cell that --limit-s
+leaves no time for is named; where a launch breaks off, the rest goes on without what broke it. PEC is part of torchrec
+1.9: where another version is installed, put 1.9 into a folder (pip install --no-deps --target FOLDER torchrec==1.9.2)
+and give --pec-packages FOLDER.
 """
 
 
@@ -73,17 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         _complete(options)
-        if missing := [str(path) for path in options.read if not path.is_file()]:
-            raise ValueError(f"--read must name files, {', '.join(missing)} are none")
+        report, about = read_runs(options.read) if options.read else (Report(_sizes(options), [], [], []), {})
         if options.results is not None or options.plot is not None:
             from . import embedding_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
     except (ValueError, LaunchError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    if options.read:
-        report, about = read_runs(options.read)
-    else:
-        started, report = time.time(), Report(_sizes(options), found=[], faults=[], notes=[])
+    if not options.read:
+        started = time.time()
         with tempfile.TemporaryDirectory() as folder:
             _run(options, Path(folder), report, lambda line: _say(console, started, line))
         about = _environment()
@@ -126,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
     add("--memory-steps", type=int, default=0, help="watch memory over so many steps (default 0)")
     add("--unchecked", action="store_true", help="neither compare weights nor look for waits: after a run that did")
-    add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
+    add("--limit-s", "--seconds", type=float, default=1e5, metavar="S", help="start no measurement after S seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
     add("--plot", type=output_file, metavar="FILE", help="draw exposed traffic, as in Figure 9")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
@@ -207,7 +203,7 @@ def _run_launches(
     options: argparse.Namespace, folder: Path, report: Report, say: Any, launchers: dict[str, Launcher]
 ) -> None:
     """Interleave links and versions; each launch gets a share of what time is left, by how much it is to measure."""
-    end = time.time() + options.seconds
+    end = time.time() + options.limit_s
     planned = list(_plan(options, launchers))
     shares = [len(cells(options, link)) * len(_contenders(options, name)) for _, link, name in planned]
     for number, (launch, link, name) in enumerate(planned):
@@ -218,18 +214,15 @@ def _run_launches(
         until = time.time() + left * shares[number] / sum(shares[number:])
         place = folder / str(number)
         place.mkdir()
-        found, fault = launchers[name].run(
-            _settings(options, link, name, launch, until), place, until - time.time() + _LAUNCH_TIMEOUT_S
-        )
+        found, broken = run_all(launchers[name], _settings(options, link, name, launch, until), place)
         ended = time.time()
         read_traces(found, options.keep_traces)
         report.found += [{**each, "launch": launch} for each in found]
-        if fault is not None:
-            report.faults.append(f"{name} over {link}: {fault}")
+        report.faults += [f"{name} over {link}: {fault}" for fault in broken]
         say(
             f"{name} over {link}, launch {launch + 1}: {len(found)} records, traces read in {time.time() - ended:.1f} s"
         )
-        for line in found_checks(found) + ([fault] if fault else []):
+        for line in found_checks(found) + broken:
             say(line)
         if options.json is not None:  # at once: a run that is cut keeps what it has
             _write_json(options.json, report, _environment())
@@ -270,7 +263,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[Report, dict[str, str]]:
     Returns:
         What they found, and where the first came from, with the commands of all.
     """
-    runs = [json.loads(path.read_text()) for path in paths]
+    runs = input_files(paths, ("environment", "sizes", "found", "faults", "notes"))
     report = Report(Sizes(**runs[0]["sizes"]), found=[], faults=[], notes=[])
     for run in runs:
         before = 1 + max((each["launch"] for each in report.found), default=-1)
@@ -285,7 +278,7 @@ def _environment() -> dict[str, str]:
 
 
 def _write_json(path: Path, report: Report, about: dict[str, str]) -> None:
-    path.write_text(json.dumps({"environment": about, **asdict(report)}, indent=1) + "\n")
+    write_figures(path, {"environment": about, **asdict(report)})
 
 
 def _write(options: argparse.Namespace, report: Report, about: dict[str, str], console: Console) -> None:

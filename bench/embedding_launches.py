@@ -10,17 +10,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .launch import LaunchError, tracebacks
 
 _START_S = 180.0  # importing TorchRec, on a machine that has just been started
+_LATE_S = 30.0  # more than a launch may take after its time is over
 
 
 class Saved(Protocol):
-    """Settings of a launch: what they are is between the command and its ranks, but for "world_size"."""
+    """Settings of a launch, a dataclass: what else there is, is between the command and its ranks."""
+
+    @property
+    def cells(self) -> Sequence[Any]:
+        """Workloads, most important first."""
+
+    @property
+    def contenders(self) -> Sequence[str]:
+        """What is timed in each, in this order."""
+
+    @property
+    def until(self) -> float:
+        """No measurement starts after that time."""
 
     def save(self, path: Path) -> None:
         """Write them to a file, as a JSON object."""
@@ -41,21 +56,25 @@ class Launcher:
     """
 
     def __init__(self, device: str, folder: Path, packages: Path | None = None, ranks: str = "embedding_rank") -> None:
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
-        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self._environment = dict(os.environ, OMP_NUM_THREADS="1")
+        self._environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if packages is not None:
-            environment["PYTHONPATH"] = os.pathsep.join([str(packages), *filter(None, [environment.get("PYTHONPATH")])])
+            places = [str(packages), *filter(None, [self._environment.get("PYTHONPATH")])]
+            self._environment["PYTHONPATH"] = os.pathsep.join(places)
         self._log = folder / f"launcher-{'installed' if packages is None else 'other'}.log"
-        command = [sys.executable, "-W", "ignore", "-m", "freescale.bench.embedding_fork", device, ranks]
-        with self._log.open("w") as errors:
+        self._command = [sys.executable, "-W", "ignore", "-m", "freescale.bench.embedding_fork", device, ranks]
+        self.torchrec, self.supplied = "", list[str]()
+        self._start()
+
+    def _start(self) -> None:
+        with self._log.open("a") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-                start_new_session=True,
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=self._environment, start_new_session=True,
             )  # fmt: skip
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self.torchrec, self.supplied = "", list[str]()
 
     def await_ready(self) -> None:
         """Wait until everything is imported.
@@ -67,7 +86,7 @@ class Launcher:
         self.torchrec, self.supplied = said["ready"], said["supplied"]
 
     def run(self, settings: Saved, folder: Path, timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
-        """Run one launch.
+        """Run one launch. After one that did not end in time, the next starts the process anew.
 
         Args:
             settings: What the ranks do.
@@ -81,6 +100,10 @@ class Launcher:
         settings.save(path)
         fault = None
         try:
+            if self._process.poll() is not None:
+                self.close()
+                self._start()
+                self.await_ready()
             assert self._process.stdin is not None
             self._process.stdin.write(f"{path}\n")
             self._process.stdin.flush()
@@ -121,6 +144,78 @@ class Launcher:
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-30:])
+
+
+def run_all(launcher: Launcher, settings: Saved, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run a launch; where it breaks off, run what it left over, without what broke it, until its time is over.
+
+    Args:
+        launcher: Starts the ranks.
+        settings: What they do.
+        folder: An empty one.
+
+    Returns:
+        What all ranks recorded, and what went wrong.
+    """
+    found: list[dict[str, Any]] = []
+    faults: list[str] = []
+    waiting = [settings]
+    while waiting and (not faults or time.time() < settings.until):
+        now = waiting.pop(0)
+        place = folder / f"part-{len(faults)}-{len(waiting)}"
+        place.mkdir()
+        new, fault = launcher.run(now, place, now.until - time.time() + _LATE_S)
+        found += new
+        if fault is not None:
+            faults.append(fault)
+            waiting = left_over(now, new) + waiting
+    return found, faults
+
+
+def left_over(settings: Saved, found: Sequence[dict[str, Any]]) -> list[Saved]:
+    """What a launch that broke off did not come to.
+
+    Args:
+        settings: Of the launch.
+        found: What its ranks recorded: of each workload "begun" and, once it is made, "workload"; of each contender
+            "built" and "measurement".
+
+    Returns:
+        Settings of launches: the other contenders in the workload in which it broke, then all in the later workloads,
+        the one that broke it last. After a check that broke: the same without. Nothing where no rank came so far.
+    """
+    own = [each for each in found if each["rank"] == 0]
+    begun = [each["cell"] for each in own if each["kind"] == "begun"]
+    if not begun:
+        if getattr(settings, "check", False):
+            return [_changed(settings)]
+        built = {each["contender"] for each in own if each["kind"] == "built"}
+        others = _without_first(settings.contenders, built) if built else []
+        return [_changed(settings, contenders=others)] if others else []
+    last = [vars(cell) for cell in settings.cells].index(begun[-1])
+    later, rest = list(settings.contenders), settings.cells[last + 1 :]
+    parts = []
+    if any(each["kind"] == "workload" and each["cell"] == begun[-1] for each in own):
+        of_cell = [each for each in own if each["kind"] == "measurement" and each["cell"] == begun[-1]]
+        measured = {each["contender"] for each in of_cell}
+        broke = next((name for name in later if name not in measured), None)
+        later.sort(key=lambda name: name == broke)
+        others = [name for name in _without_first(settings.contenders, measured) if name not in measured]
+        parts = [_changed(settings, cells=[settings.cells[last]], contenders=others)] if others else []
+    return parts + ([_changed(settings, cells=rest, contenders=later)] if rest else [])
+
+
+def _without_first(contenders: Sequence[str], done: set[str]) -> list[str]:
+    """All but the first that is not done."""
+    first = next((name for name in contenders if name not in done), None)
+    return [name for name in contenders if name != first]
+
+
+def _changed(settings: Saved, **changes: Any) -> Saved:
+    if hasattr(settings, "check"):  # once is enough
+        changes["check"] = False
+    changed: Saved = replace(cast(Any, settings), **changes)
+    return changed
 
 
 def read_found(folder: Path) -> list[dict[str, Any]]:

@@ -64,6 +64,7 @@ class Rank(MeasuredRank):
         if not self._in_time():
             self._record("skipped", cell=asdict(cell))
             return
+        self._record("begun", cell=asdict(cell))
         workload = self._workload(cell)
         ring = make_ring(workload, self._rank, pinned=self._cuda)
         if self._rank == 0:

@@ -7,27 +7,26 @@ techniques alone, and both. Step time, what ranks wait for, memory; over fast an
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
-from .embedding_launches import Launcher, read_traces
+from .arguments import at_least_one, input_files, output_file, output_folder, write_figures
+from .embedding_launches import Launcher, read_traces, run_all
 from .embedding_settings import LINKS, Sizes
 from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verdicts
 from .end_to_end_settings import CONTENDERS, Cell, Pace, Settings
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _PACKAGES = ("torch", "torchrec", "fbgemm_gpu", "numpy")
-_LAUNCH_TIMEOUT_S = 30.0  # more than a launch may take after its time is over
 _SIZES = {
     "cuda": Sizes(batch_size=128, num_rows=10_000_000, dim=128, width=256, num_layers=3, median=3500.0),
     "cpu": Sizes(batch_size=8, num_rows=4000, dim=16, width=64, num_layers=1, median=30.0),
@@ -39,11 +38,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _EPILOG = """\
 examples:
   python -m freescale.bench.end_to_end --results bench/results --json out/end_to_end.json
-  python -m freescale.bench.end_to_end --links sockets --cuts 8000 --batch-sizes 128 --seconds 100
+  python -m freescale.bench.end_to_end --links sockets --cuts 8000 --batch-sizes 128 --limit-s 100
   python -m freescale.bench.end_to_end --device cpu
 
 The first batch size goes with all cuts, and the first cut with all batch sizes; --cells takes any. Contenders are timed
-in the order given: what --seconds leaves no time for is named.
+in the order given: what --limit-s leaves no time for is named. Where a launch breaks off, the rest goes on without what
+broke it.
 """
 
 
@@ -58,22 +58,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_inside_a_launch()
         _complete(options)
-        if options.results is not None:
+        if options.results is not None or options.plot is not None:
             from . import end_to_end_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
+        found, notes, about = read_runs(options.read) if options.read else ([], [], environment(_PACKAGES))
     except (ValueError, LaunchError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    started = time.time()
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        broken, version = _run(options, Path(folder), found, started, console)
-    result = rows(found, options.ranks)
+    broken: list[str] = []
+    if not options.read:
+        with tempfile.TemporaryDirectory() as folder:
+            broken, version = _run(options, Path(folder), found, console)
+        about, notes = environment(_PACKAGES), [f"torchrec {version}"]
+    result = rows(found, 1 + max((each["rank"] for each in found), default=0))
     for table in [*tables(result), *host_stages(found)]:
         print_table(table, console)
-    said = [*faults(found), *broken]
+    said = [*notes, *faults(found), *broken]
     for line in [*verdicts(result), *said]:
         console.print(line, markup=False)
-    _write(options, result, found, [f"torchrec {version}", *said], console)
+    _write(options, result, found, said, about, console)
     return 1 if broken or any(each["kind"] == "failed" for each in found) else 0
 
 
@@ -95,14 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--cells", nargs="+", metavar="CELL", help="instead: workloads in this order, as 8000x128 (cut, batch) or even")
     add("--ratio", type=float, default=5.0, help="percent of distinct rows that collide (default 5)")
     add("--rows", type=at_least_one, help="rows of the table (default 10,000,000)")
+    add("--launches", type=at_least_one, default=1, help="launches of each link, interleaved (default 1)")
     add("--rounds", type=at_least_one, default=2, help="turns of all contenders in a launch (default 2)")
     add("--warm-up", type=at_least_one, default=5, help="steps before each measurement, more than 2 (default 5)")
     add("--timed", type=at_least_one, default=12, help="steps of each measurement (default 12)")
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
     add("--all-threads", action="store_true", help="traces show the balancer's thread too, and cost more")
-    add("--seconds", type=float, default=1e5, help="start no measurement after so many seconds")
+    add("--limit-s", "--seconds", type=float, default=1e5, metavar="S", help="start no measurement after S seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
+    add("--plot", type=output_file, metavar="FILE", help="draw where the time of a step goes, as in Figure 11")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
+    add("--read", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing: report on what --json wrote")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
 
@@ -121,7 +126,7 @@ def _complete(options: argparse.Namespace) -> None:
         raise ValueError(f"--warm-up must be at least 3, got {options.warm_up}")
     if 0 < options.traced < 4:
         raise ValueError(f"--traced must be at least 4, because three of the steps are left out, got {options.traced}")
-    if options.device == "cuda":
+    if options.device == "cuda" and not options.read:
         import torch
 
         if torch.cuda.device_count() < options.ranks:
@@ -150,33 +155,33 @@ def _numbers(cell: str) -> tuple[int, int]:
 
 
 def _run(
-    options: argparse.Namespace, folder: Path, found: list[dict[str, Any]], started: float, console: Console
+    options: argparse.Namespace, folder: Path, found: list[dict[str, Any]], console: Console
 ) -> tuple[list[str], str]:
-    """Run a launch for each link; what fails is said, and the others go on. Also gives the version of TorchRec."""
+    """Run all launches, links in turn; what fails is said, and the others go on. Also gives the version of TorchRec."""
+    started = time.time()
     launcher = Launcher(options.device, folder, ranks="end_to_end_rank")
     broken: list[str] = []
     if options.keep_traces is not None:
         options.keep_traces.mkdir(parents=True, exist_ok=True)
-    sizes = Sizes(**{**vars(_SIZES[options.device]), **({"num_rows": options.rows} if options.rows else {})})
-    pace = Pace(options.warm_up, options.timed, options.rounds, options.traced, ring=4)
-    end = started + options.seconds
+    planned = [(launch, link) for launch in range(options.launches) for link in options.links]
     try:
         launcher.await_ready()
-        for number, link in enumerate(options.links):
-            until = time.time() + (end - time.time()) / (len(options.links) - number)
+        for number, (launch, link) in enumerate(planned):
+            left = started + options.limit_s - time.time()
+            if left <= 0:
+                broken.append(f"no time for launch {launch + 1} over {link}")
+                continue
             place = folder / str(number)
             place.mkdir()
-            settings = Settings(
-                options.device, options.ranks, link, options.contenders, cells(options), sizes, options.ratio / 100,
-                pace, options.all_threads, until,
-            )  # fmt: skip
-            new, fault = launcher.run(settings, place, until - time.time() + _LAUNCH_TIMEOUT_S)
+            settings = _settings(options, link, time.time() + left / (len(planned) - number))
+            new, faulty = run_all(launcher, settings, place)
             read_traces(new, options.keep_traces, reader="freescale.bench.straggler_trace")
-            found += new
-            broken += [] if fault is None else [f"{link}: {fault}"]
-            _keep(options, found, broken)
-            console.print(f"[{time.time() - started:6.1f} s] {link}: {len(new)} records", markup=False)
-            for line in broken[-1:]:
+            found += [{**each, "launch": launch} for each in new]
+            broken += [f"{link}: {fault}" for fault in faulty]
+            _keep(options, found, broken, environment(_PACKAGES))
+            taken = time.time() - started
+            console.print(f"[{taken:6.1f} s] {link}, launch {launch + 1}: {len(new)} records", markup=False)
+            for line in faulty:
                 console.print(line, markup=False)
     except LaunchError as error:
         broken.append(str(error))
@@ -185,30 +190,64 @@ def _run(
     return broken, launcher.torchrec
 
 
-def _keep(options: argparse.Namespace, found: list[dict[str, Any]], said: list[str]) -> None:
+def _settings(options: argparse.Namespace, link: str, until: float) -> Settings:
+    sizes = Sizes(**{**vars(_SIZES[options.device]), **({"num_rows": options.rows} if options.rows else {})})
+    pace = Pace(options.warm_up, options.timed, options.rounds, options.traced, ring=4)
+    return Settings(
+        options.device, options.ranks, link, options.contenders, cells(options), sizes, options.ratio / 100, pace,
+        options.all_threads, until,
+    )  # fmt: skip
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str], dict[str, str]]:
+    """Put several runs together, the launches of one after those of the other.
+
+    Returns:
+        What they found, their notes, and where the first came from, with the commands of all.
+
+    Raises:
+        ValueError: One of the files is no such run.
+    """
+    found: list[dict[str, Any]] = []
+    runs = input_files(paths, ("environment", "notes", "found"))
+    for run in runs:
+        before = 1 + max((each["launch"] for each in found), default=-1)
+        found += [{**each, "launch": each.get("launch", 0) + before} for each in run["found"]]
+    notes = list(dict.fromkeys(note for run in runs for note in run["notes"]))
+    commands = "; ".join(run["environment"]["command"] for run in runs)
+    return found, notes, {**runs[0]["environment"], "command": commands}
+
+
+def _keep(options: argparse.Namespace, found: list[dict[str, Any]], said: list[str], about: dict[str, str]) -> None:
     """Write what was measured so far, so that a run that is cut short loses nothing."""
     if options.json is not None:
-        about = environment(_PACKAGES)
-        options.json.write_text(json.dumps({"environment": about, "notes": said, "found": found}, indent=1) + "\n")
+        write_figures(options.json, {"environment": about, "notes": said, "found": found})
 
 
 def _write(
-    options: argparse.Namespace, result: dict[Key, Row], found: list[dict[str, Any]], said: list[str], console: Console
+    options: argparse.Namespace,
+    result: dict[Key, Row],
+    found: list[dict[str, Any]],
+    said: list[str],
+    about: dict[str, str],
+    console: Console,
 ) -> None:
     """Write what was asked for."""
-    _keep(options, found, said)
+    _keep(options, found, said, about)
+    name = f"end-to-end-{options.device}"
+    if options.results is not None and options.plot is None:
+        options.plot = options.results / f"{datetime.now(UTC):%Y-%m-%d}-{name}.png"
+    traced = any(row.traced for row in result.values())
+    if options.plot is not None and traced:
+        from .end_to_end_plot import draw
+
+        draw(result, options.plot)
+        console.print(f"picture: {options.plot}")
     if options.results is not None:
         told = "\n".join(f"- {line}" for line in verdicts(result))
-        parts: list[Table | str] = [*said, *tables(result), told, *host_stages(found)]
-        title = "Balanced and prioritized, beside TorchRec"
-        about = environment(_PACKAGES)
-        path = write_result(options.results, f"end-to-end-{options.device}", title, about, parts)
-        if any(row.traced for row in result.values()):
-            from .end_to_end_plot import draw
-
-            draw(result, path.with_suffix(".png"))
-            with path.open("a") as file:
-                file.write(f"\n![Where the time of a step goes]({path.stem}.png)\n")
+        picture = picture_beside(options.plot, options.results, "Where the time of a step goes") if traced else []
+        parts: list[Table | str] = [*said, *picture, *tables(result), told, *host_stages(found)]
+        path = write_result(options.results, name, "Balanced and prioritized, beside TorchRec", about, parts)
         console.print(f"written to {path}")
 
 

@@ -68,6 +68,7 @@ class Rank(MeasuredRank):
 
     def _measure(self, cell: Cell, contenders: dict[str, Contender]) -> None:
         """Time all contenders in one workload, in turn; trace each after the last turn."""
+        self._record("begun", cell=asdict(cell))
         sizes, world_size = self._settings.sizes, self._settings.world_size
         workload = Workload(
             cell.cut, self._settings.ratio, 1, cell.batch_size * world_size,

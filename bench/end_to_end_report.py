@@ -77,10 +77,15 @@ def rows(found: list[dict[str, Any]], world_size: int) -> dict[Key, Row]:
 
 
 def _row(cell: Cell, records: list[dict[str, Any]], traces: list[dict[str, Any]], world_size: int) -> Row:
-    by_rank: dict[int, list[dict[str, Any]]] = {}
+    by_rank: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for record in records:
-        by_rank.setdefault(record["rank"], []).append(record)
-    turns = [max(mean(each["step_ms"]) for each in turn) for turn in zip(*by_rank.values(), strict=False)]
+        by_rank.setdefault((record.get("launch", 0), record["rank"]), []).append(record)
+    launches = sorted({launch for launch, _ in by_rank})
+    turns = [
+        max(mean(each["step_ms"]) for each in turn)
+        for launch in launches
+        for turn in zip(*(own for (of, _), own in by_rank.items() if of == launch), strict=False)
+    ]
     waited = [ms for record in records for ms in record["waited_ms"]]
     step = median(turns)
     row = {
@@ -91,13 +96,18 @@ def _row(cell: Cell, records: list[dict[str, Any]], traces: list[dict[str, Any]]
         "waited": max(waited) if waited else None,
         "loss": mean(own[-1]["losses"][-1] for own in by_rank.values()),
     }
-    times = [trace["times"] for trace in traces if "times" in trace]
-    return Row(**row, **(_causes(times) if len(times) == world_size else {}))
+    times = [
+        [trace["times"] for trace in traces if "times" in trace and trace.get("launch", 0) == launch]
+        for launch in sorted({trace.get("launch", 0) for trace in traces})
+    ]
+    return Row(**row, **_causes([of_launch for of_launch in times if len(of_launch) == world_size]))
 
 
-def _causes(times: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where the time of a step goes, on average over ranks."""
-    computes = list(zip(*(each["compute_by_step"] for each in times), strict=True))
+def _causes(launches: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Where the time of a step goes, on average over ranks and launches; nothing where none was traced on all ranks."""
+    times = [each for launch in launches for each in launch]
+    if not times:
+        return {}
     exposed: dict[str, float] = {}
     for each in times:
         for kind, traffic in each["traffic"].items():
@@ -106,18 +116,24 @@ def _causes(times: list[dict[str, Any]]) -> dict[str, Any]:
         "traced": mean(each["step_ms"] for each in times),
         "compute": mean(each["compute_ms"] for each in times),
         "bubble": mean(each["bubble_ms"] for each in times),
-        "straggling": mean(max(step) - mean(step) for step in computes),
+        "straggling": mean(map(_straggling, launches)),
         "waiting": mean(each["exposed_ms"] for each in times),
         "exposed": exposed,
         "other": mean(each["side_ms"] + each["copy_ms"] + each["idle_ms"] for each in times),
     }
 
 
+def _straggling(times: list[dict[str, Any]]) -> float:
+    """Milliseconds that ranks of a launch wait for the one that computes longest, step by step."""
+    steps: list[tuple[float, ...]] = list(zip(*(each["compute_by_step"] for each in times), strict=True))
+    return mean(max(step) - mean(step) for step in steps)
+
+
 def tables(found: dict[Key, Row]) -> Iterator[Table]:
     """One table for each link and workload."""
     columns = [
-        "", "step ms", "against SDD", "samples/s", "bubble %", "straggler %", "ids", "rows", "gradients", "dense",
-        "other", "waited", "peak GB",
+        "", "step ms", "turns", "against SDD", "samples/s", "bubble %", "straggler %", "ids", "rows", "gradients",
+        "dense", "other", "waited", "peak GB",
     ]  # fmt: skip
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in found):
         table = Table(f"{link}: {cell.title}", columns)
@@ -138,6 +154,7 @@ def _cells(row: Row, baseline: Row | None) -> list[str]:
         kinds = [f"{ms:.2f}" for ms in (*exposed, dense, row.other)]
     return [
         f"{row.step:.2f}",
+        f"{min(row.turns):.1f}-{max(row.turns):.1f}",
         against,
         f"{row.samples_per_s:,.0f}",
         "" if row.traced is None else f"{row.bubble_percentage:.1f}",
@@ -174,6 +191,8 @@ def verdicts(found: dict[Key, Row]) -> list[str]:
             theirs = found.get((link, cell, name))
             if ours is not None and theirs is not None:
                 said.append(f"{link}, {cell.title}, against {CONTENDERS[name]}: {_verdict(ours, theirs)}")
+        if ours is not None and ours.waited is not None:
+            said.append(f"{link}, {cell.title}: the trainer waited {ours.waited:.2f} ms for a balanced batch at most")
     return said
 
 

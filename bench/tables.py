@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 170
 _LINE_WIDTH = 120
 
 

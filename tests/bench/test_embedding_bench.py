@@ -120,7 +120,7 @@ def test_weights_that_differ_are_a_fault() -> None:
         (["--traced", "3"], "--traced must be at least 4"),
         (["--contenders", "sdd_dedup"], "sdd_dedup runs on GPUs only"),
         (["--pec-packages", "/nowhere"], "must be a folder with torchrec in it"),
-        (["--read", "/nowhere.json"], "--read must name files"),
+        (["--read", "/nowhere.json"], "--read must name files that --json wrote, /nowhere.json is none"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,14 @@ def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys:
     )
     [result] = tmp_path.glob("*-end-to-end-cpu.md")
     assert "prioritized and balanced" in result.read_text()
+    both = tmp_path / "both.json"
+    arguments = ["--device", "cpu", "--read", str(measured), str(measured), "--json", str(both)]
+    assert end_to_end.main([*arguments, "--results", str(tmp_path / "read")]) == 0
+    launches = [each["launch"] for each in json.loads(both.read_text())["found"] if each["kind"] == "measurement"]
+    assert sorted(set(launches)) == [0, 1]
+    [reported] = (tmp_path / "read").glob("*-end-to-end-cpu.md")
+    command = json.loads(measured.read_text())["environment"]["command"]
+    assert f"`{command}; {command}`" in reported.read_text()
 
 
 def test_rings_deal_each_global_batch_once_and_scales_make_means_global() -> None:
@@ -85,13 +93,28 @@ def test_straggling_is_told_step_by_step_though_ranks_are_even_on_average() -> N
     assert baseline.bubble_percentage == pytest.approx(20.0)
     assert baseline.samples_per_s == pytest.approx(80.0)
     [table] = tables(made)
-    assert table.rows[0][1:6] == ("100.00", "+0.0 %", "80", "20.0", "10.00")
-    assert table.rows[0][6:11] == ("0.00", "4.00", "0.00", "11.00", "0.50")
-    assert table.rows[1][2] == "-18.0 %"
+    assert table.rows[0][1:7] == ("100.00", "100.0-100.0", "+0.0 %", "80", "20.0", "10.00")
+    assert table.rows[0][7:12] == ("0.00", "4.00", "0.00", "11.00", "0.50")
+    assert table.rows[1][3] == "-18.0 %"
     assert verdicts(made) == [
         "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less "
         "(90 %: met), of it waiting for ranks and their data 11.00 -> 0.50 ms, 95 % less"
     ]
+
+
+def test_launches_are_told_apart_and_put_together() -> None:
+    found = [
+        {**each, "launch": launch}
+        for launch, (step_ms, computes) in enumerate([(100.0, [90.0, 70.0]), (90.0, [80.0, 80.0])])
+        for rank in range(2)
+        for each in _found("sdd", rank, step_ms, computes if rank == 0 else computes[::-1], {"dense": 4.0 + launch})
+    ]
+    [row] = rows(found, 2).values()
+    assert row.turns == [100.0, 90.0]
+    assert (row.step, row.traced, row.straggling, row.waiting) == pytest.approx((95.0, 95.0, 5.0, 4.5))
+    assert row.exposed == pytest.approx({"dense": 4.5})
+    alone = rows([each for each in found if (each["launch"], each["rank"]) != (1, 1)], 2)
+    assert next(iter(alone.values())).straggling == pytest.approx(10.0), "a launch without all traces says nothing"
 
 
 def test_a_picture_divides_the_traced_step(tmp_path: Path) -> None:
@@ -118,6 +141,8 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (["--warm-up", "2"], "--warm-up must be at least 3, got 2"),
         (["--traced", "3"], "--traced must be at least 4, because three of the steps are left out, got 3"),
         (["--ranks", "99"], "--ranks 99 needs as many GPUs"),
+        (["--read", "/nowhere.json"], "--read must name files that --json wrote, /nowhere.json is none"),
+        (["--read", str(Path(__file__))], "is none"),
     ):
         assert end_to_end.main(arguments) == 2
         assert message in capsys.readouterr().err
