@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .embedding_report import LEGEND, Report, faults, found_checks, notes, table
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _CONTENDERS = ("base", "sdd", "sdd_dedup", "synchronous", "prioritized")
 
@@ -286,18 +287,21 @@ def _write(options: argparse.Namespace, report: Report, about: dict[str, str], c
     if options.json is not None:
         _write_json(options.json, report, about)
         console.print(f"measurements: {options.json}")
-    if options.results is not None:
-        title = "Prioritized embeddings beside TorchRec"
-        said = "\n".join(f"- {line}" for line in notes(report))
-        parts: list[Table | str] = [said, LEGEND, *tables(report), *faults(report)]
-        path = write_result(options.results, f"embedding-{options.device}", title, about, parts)
-        console.print(f"written to {path}")
-        options.plot = options.plot or path.with_suffix(".png")
-    if options.plot is not None and any(each["kind"] == "trace" for each in report.found):
+    name, title = f"embedding-{options.device}", "Prioritized embeddings beside TorchRec"
+    if options.results is not None and options.plot is None:
+        options.plot = options.results / f"{datetime.now(UTC):%Y-%m-%d}-{name}.png"
+    traced = any(each["kind"] == "trace" for each in report.found)
+    if options.plot is not None and traced:
         from .embedding_plot import draw
 
         draw(report, options.plot)
         console.print(f"picture: {options.plot}")
+    if options.results is not None:
+        said = "\n".join(f"- {line}" for line in notes(report))
+        picture = picture_beside(options.plot, options.results, title) if traced else []
+        parts: list[Table | str] = [said, LEGEND, *picture, *tables(report), *faults(report)]
+        path = write_result(options.results, name, title, about, parts)
+        console.print(f"written to {path}")
 
 
 if __name__ == "__main__":
