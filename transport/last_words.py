@@ -32,8 +32,11 @@ class LastWords:
         _watch_interpreter()
 
     def say(self, error: BaseException) -> None:
+        """Write down a failure of this rank."""
+        self.write(f"rank {self._rank} failed: {type(error).__name__}: {error}")
+
+    def write(self, text: str) -> None:
         """Write it down unless another rank was first. The store may be gone by now."""
-        text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         with suppress(Exception):
             self._store.compare_set(self._key, "", text.encode()[:_TEXT_BYTES].decode(errors="ignore"))
 

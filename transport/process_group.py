@@ -21,6 +21,7 @@ from .exchange import Exchange
 from .lane import HostTransport, open_lane
 from .last_words import LastWords
 from .nccl import NcclEngine
+from .presence import Presence
 from .wire import Purpose, SizeCheck, Wire
 
 _PATIENCE_S = 0.1  # for messages that have left when a channel is closed
@@ -70,8 +71,10 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
     words = LastWords(store, f"{prefix}/{number}/failed", rank)
-    place = _Place(store, f"{prefix}/{number}", rank, len(members), words)
+    presence = Presence(store, f"{prefix}/{number}", rank, len(members))
+    place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence)
     wire: Wire = GlooWire(place, timeout_s)
+    presence.look_around()
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
         engine = NcclEngine(nccl_store, rank, len(members), timeout_s)
@@ -92,6 +95,7 @@ class _Place:
     rank: int
     world_size: int
     words: LastWords
+    presence: Presence
 
     def make_group(self, purpose: Purpose, timeout_s: float) -> _Gloo:
         """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
@@ -100,8 +104,19 @@ class _Place:
         try:
             made: _Gloo = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise _translate(error, self.words) from error
+            raise self.translate(error) from error
         return made
+
+    def translate(self, error: RuntimeError) -> TransportError:
+        """Say who failed, or is gone, where gloo names an address at best. The first who finds out tells the others."""
+        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        kind = TransportTimeout if _TIMED_OUT.search(text) else TransportError
+        said = self.words.heard()
+        if said is None and (gone := self.presence.gone()):
+            found = f"gone: ranks {gone}"
+            self.words.write(found)  # before this process ends too
+            said = self.words.heard() or found
+        return kind(f"gloo: {text}" if said is None else f"{said} (gloo: {text})")
 
 
 class GlooWire:
@@ -131,7 +146,7 @@ class GlooWire:
         group, place = self._groups.get(purpose), self._place
         if group is None or place is None:
             raise TransportClosed("another thread closed the channel")
-        ticket = _GlooTicket(exchange, group, place.words)
+        ticket = _GlooTicket(exchange, group, place)
         self._under_way = [*(each for each in self._under_way if not each.work.is_completed()), ticket]
         if not self._groups:  # closed just now: `release` may not have seen the ticket
             _abandoned.append(([group], [ticket]))
@@ -167,8 +182,8 @@ class GlooWire:
 class _GlooTicket:
     """An all-to-all that gloo's own threads carry out."""
 
-    def __init__(self, exchange: Exchange, group: _Gloo, words: LastWords) -> None:
-        self._words = words
+    def __init__(self, exchange: Exchange, group: _Gloo, place: _Place) -> None:
+        self._place = place
         sent_bytes, received_bytes = exchange.sent_bytes.copy(), exchange.received_bytes.copy()
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target
@@ -182,7 +197,7 @@ class _GlooTicket:
                 target, source, received_bytes.tolist(), sent_bytes.tolist(), dist.AllToAllOptions()
             )
         except RuntimeError as error:
-            raise _translate(error, self._words) from error
+            raise self._place.translate(error) from error
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -203,7 +218,7 @@ class _GlooTicket:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _translate(error, self._words) from waited
+            raise self._place.translate(error) from waited
 
     def missing(self) -> None:
         """Gloo does not tell."""
@@ -214,10 +229,3 @@ def _drop_what_is_done() -> None:
         if all(ticket.work.is_completed() for ticket in entry[1]):
             with suppress(ValueError):  # another thread was faster
                 _abandoned.remove(entry)
-
-
-def _translate(error: RuntimeError, words: LastWords) -> TransportError:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    kind = TransportTimeout if _TIMED_OUT.search(text) else TransportError
-    said = words.heard()
-    return kind(f"gloo: {text}" if said is None else f"{said} (gloo: {text})")
