@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := -qq
 READY := $(VENV)/.ready
 
-.PHONY: demo report docs test test-long lint clean
+.PHONY: demo report docs test test-long test-cuda lint clean
 
 demo: $(READY)
 	$(VENV)/bin/python -m freescale.bench.demo $(if $(DATA),--data "$(DATA)") $(ARGS)
@@ -30,6 +30,10 @@ test: $(READY) lint
 # The whole fault campaign, under mpiexec too, and other tests that take minutes
 test-long: $(READY)
 	$(VENV)/bin/pytest --long -m long
+
+# All tests that need GPUs, each with a deadline; stops when the time is over: make test-cuda DEVICE=cuda ARGS="--limit-s 600"
+test-cuda: $(READY)
+	$(VENV)/bin/python tests/cuda_run.py out/test-cuda-$$(date -u +%Y%m%d-%H%M%S) $(ARGS)
 
 # The API reference from the docstrings, out/reference/freescale.html; any warning is an error
 docs: $(READY)

@@ -66,7 +66,7 @@ def test_engines_on_gpus(engine: str, check: str) -> None:
         pytest.skip("NCCL asks for one order of all channels")
     done = launch("process_group", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
     assert done.returncode == 0, done.explain()
-    assert all(f"passed {check}" in output for output in done.outputs), done.explain()
+    assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
 @pytest.mark.gpus
@@ -82,5 +82,5 @@ def test_engines_of_ours_launch_no_kernel(engine: str, check: str) -> None:
 def test_a_killed_peer_is_an_error_within_seconds(engine: str) -> None:
     check = "a_killed_peer_is_raised_at_the_next_call"
     done = launch("plain", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
-    assert f"passed {check}" in done.outputs[0], done.explain()
+    assert f"passed check_{check}" in done.outputs[0], done.explain()
     assert "its process has ended" in done.outputs[0], done.explain()

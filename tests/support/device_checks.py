@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from freescale.transport import Pending, Transport, TransportError, TransportTim
 from freescale.transport.lane import HostTransport
 from freescale.transport.staging import StagingEngine
 
-from device_contract import connect_device
+from case_report import run_cases
+from device_contract import connect_device, timed
 
 MIB = 1 << 20
 # Occupies every multiprocessor to the last thread, for so long.
@@ -270,10 +272,7 @@ def check_channels_do_not_wait_for_each_other(transport: HostTransport) -> None:
 
 def main(host: str, engine: str, *names: str) -> None:
     transport = connect_device(host, engine, 20)
-    for name in names:
-        begun = time.monotonic()
-        globals()[f"check_{name}"](transport)
-        print(f"passed {name} in {time.monotonic() - begun:.2f} s", flush=True)
+    run_cases({name: partial(timed, globals()[f"check_{name}"], transport) for name in names})
     print("all passed", flush=True)
     with suppress(TransportTimeout):
         transport.close()

@@ -2,6 +2,7 @@
 
 As a script: `python device_contract.py HOST ENGINE` runs it on the ranks it was started on. HOST carries host tensors
 ("process_group" or "mpi"). ENGINE is "nccl", "peer", "segment" or "staged" on GPUs, "threads-peer" and so on without.
+The checks are the cases of `case_report.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from freescale.transport.lane import HostTransport
 from freescale.transport.staging import StagingEngine
 from freescale.transport.wire import Purpose, Ticket, Wire
 
+from case_report import run_cases
 from host_streams import HostStreams
 from transport_contract import CHECKS
 
@@ -159,14 +163,18 @@ def main(host: str, engine: str) -> None:
     transport = connect_device(host, engine, 20)
     if not engine.startswith("threads"):
         transport = OnDevice(transport, torch.device("cuda", torch.cuda.current_device()))
-    for check in CHECKS:
-        begun = time.monotonic()
-        check(transport)
-        print(f"passed {check.__name__} in {time.monotonic() - begun:.2f} s", flush=True)
+    run_cases({check.__name__: partial(timed, check, transport) for check in CHECKS})
     print("all passed", transport.world_size, flush=True)
     transport.close()
     if host == "process_group":
         torch.distributed.destroy_process_group()
+
+
+def timed(check: Callable[[HostTransport], None], transport: HostTransport) -> None:
+    """Run a check and say how long it took."""
+    begun = time.monotonic()
+    check(transport)
+    print(f"passed {check.__name__} in {time.monotonic() - begun:.2f} s", flush=True)
 
 
 def connect_device(host: str, engine: str, timeout_s: float) -> HostTransport:

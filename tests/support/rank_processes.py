@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "FREESCALE_TEST_LAUNCH"
+_STACKS_S = 2.0
 # Redirects a rank's output to files named after it, then becomes the script, so that signals reach the script itself.
 _REDIRECT = 'r=${OMPI_COMM_WORLD_RANK:-$RANK}; d=$1; shift; echo $$ >"$d/$r.pid"; exec "$@" >"$d/$r.out" 2>"$d/$r.err"'
 
@@ -33,6 +34,7 @@ class Launched:
         launcher: What mpiexec or torchrun itself said.
         timed_out: The deadline passed and everything was killed.
         orphans: Processes that were still there some seconds after the launcher had ended.
+        shared_memory: What Open MPI has left in /dev/shm by then.
     """
 
     returncode: int
@@ -42,14 +44,16 @@ class Launched:
     launcher: str
     timed_out: bool
     orphans: list[str]
+    shared_memory: list[str]
 
     def explain(self) -> str:
         """All of it, for an assertion's message."""
         parts = [
-            f"exit status {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}, {self.orphans}"
+            f"exit status {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}, "
+            f"left: {self.orphans} {self.shared_memory}"
         ]
         for rank, (output, error) in enumerate(zip(self.outputs, self.errors, strict=True)):
-            parts.append(f"--- rank {rank}\n{output[-3000:]}{error[-3000:]}")
+            parts.append(f"--- rank {rank}\n{output[-3000:]}{error[-8000:]}")
         return "\n".join([*parts, f"--- launcher\n{self.launcher[-3000:]}"])
 
 
@@ -67,8 +71,8 @@ def launch(
 
     Ranks may share cores: OMP_NUM_THREADS is 1, and mpiexec may oversubscribe and run as root. Everything the ranks
     leave in /dev/shm and the temporary folder goes to folders of this launch, which are removed. At the deadline all
-    processes of this launch, and no others, are killed, stopped ones too; they are known by a variable in their
-    environment.
+    processes of this launch, and no others, write the stacks of their threads and are killed, stopped ones too; they
+    are known by a variable in their environment.
 
     Args:
         backend: "mpi" (mpiexec), "process_group" (torchrun, which ends all ranks as soon as one fails), or "plain"
@@ -109,6 +113,7 @@ def launch(
             launcher=_read(logs / "launcher"),
             timed_out=timed_out,
             orphans=_orphans(mark),
+            shared_memory=sorted(path.name for path in segments.rglob("*")),
         )
     finally:
         _kill(mark)
@@ -119,6 +124,7 @@ def launch(
 def _variables(logs: Path, segments: Path) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_btl_sm_backing_directory": str(segments),
@@ -154,6 +160,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, mark: str) 
     while left := [process for process in processes if process.poll() is None]:
         late = time.monotonic() > deadline
         if late or all(_is_stopped(process.pid) for process in left):
+            if late:
+                _show_stacks(mark)
             _kill(mark)
             for process in left:
                 process.wait(10)
@@ -184,6 +192,16 @@ def _orphans(mark: str) -> list[str]:
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return list(found.values())
+
+
+def _show_stacks(mark: str) -> None:
+    """Let Python's handler of SIGABRT write the stacks of all threads of all processes, which end by that."""
+    for pid in _marked(mark):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGABRT)
+    deadline = time.monotonic() + _STACKS_S
+    while any(not _is_stopped(pid) for pid in _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _kill(mark: str) -> None:
