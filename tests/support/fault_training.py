@@ -1,18 +1,20 @@
 """One rank of a training run with balanced batches and prioritized embeddings, in which rank 1 gets into trouble.
 
 A trouble is two words or more: what happens, and where. "kill stage III" ends the process while the samples of step 3
-are on their way.
+are on their way. "kill-first …" happens to rank 0, which serves the store of the process group.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from freescale.transport import Transport
 
 STEPS, AT, IN_TROUBLE = 40, 3, 1
 PAGES = 100
+ROOM_BYTES = 16 << 20  # that a process may still take once it is to run out of memory
+HUGE_BYTES = 64 << 20  # of each sample that has to be copied then
 
 
 def strike(what: str, pause_s: float) -> None:
@@ -43,12 +47,32 @@ def strike(what: str, pause_s: float) -> None:
     if what == "interrupt":
         signal.raise_signal(signal.SIGINT)
         time.sleep(1)  # a thread has raised it: the main thread gets it
+    if what == "ctrl":  # -c, where the job was started
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
     if what == "raise":
         raise RuntimeError("on fire")
     if what == "exhaust":
-        raise MemoryError("no room")
+        exhaust_memory()
     if what == "fill":
-        raise OSError(28, "No space left on device")
+        Path("/dev/full").write_bytes(b"a row group that is kept for the next epoch")
+
+
+_hoarded: list[Any] = []
+
+
+def exhaust_memory() -> None:
+    """Leave no room for anything large, neither at the system's nor among what Arrow's allocator has reserved."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, resource.RLIM_INFINITY))
+    with suppress(MemoryError):
+        while True:
+            _hoarded.append(pa.allocate_buffer(HUGE_BYTES // 2))
+
+
+def rank_in_trouble(said: str) -> int:
+    """To whom it happens."""
+    return 0 if "-first" in said else IN_TROUBLE
 
 
 class Trouble:
@@ -62,18 +86,18 @@ class Trouble:
 
     def __init__(self, said: str, rank: int, pause_s: float) -> None:
         self.what, _, self.where = said.partition(" ")
-        self.here = rank == IN_TROUBLE or self.what == "interrupt-all"
+        self.here = rank == rank_in_trouble(said) or self.what == "interrupt-all"
         self._pause_s, self._done = pause_s, False
 
     def at(self, where: str, step: int) -> None:
         """Let it happen if this is the place, once."""
         if self.here and where == self.where and step == AT and not self._done:
             self._done = True
-            strike(self.what.removesuffix("-all"), self._pause_s)
+            strike(self.what.partition("-")[0], self._pause_s)
 
     def spoils(self, step: int) -> bool:
         """Whether the batch of this step is to be a strange one."""
-        return self.here and self.what == "spoil" and step == AT
+        return self.here and self.what in ("spoil", "exhaust") and step == AT
 
     def plant(self) -> None:
         """Reach into the stages, which have no hooks for this."""
@@ -107,7 +131,7 @@ def make_batch(rank: int, step: int) -> JaggedBatch:
         {
             "label": Column(torch.tensor([0.0, 1.0])),
             "uih": Column(pages, (lengths,)),
-            "content": Column(torch.arange(6), (counts, inner)),
+            "content": Column(torch.arange(6, dtype=torch.uint8), (counts, inner)),
         },
         2,
     )
@@ -125,8 +149,17 @@ class Batches(IterableDataset[JaggedBatch]):
             self.trouble.at("worker", step)
             yield self.strange_batch() if self.trouble.spoils(step) else make_batch(self.rank, step)
 
+    def huge_batch(self) -> JaggedBatch:
+        """The longest samples, so that they move, which cannot be copied once there is no memory."""
+        sizes = torch.tensor([HUGE_BYTES, HUGE_BYTES])
+        content = Column(torch.zeros(2 * HUGE_BYTES, dtype=torch.uint8), (torch.tensor([1, 1]), sizes))
+        uih = Column(torch.arange(90), (torch.tensor([50, 40]),))
+        return JaggedBatch({**make_batch(self.rank, AT).columns, "content": content, "uih": uih}, 2)
+
     def strange_batch(self) -> Any:
-        """A batch that the adapter refuses, or with an id that no table has."""
+        """A batch that the adapter refuses, that is huge, or with an id that no table has."""
+        if self.trouble.what == "exhaust":
+            return self.huge_batch()
         if self.trouble.where == "adapter":
             return {"uih": torch.tensor([1.0])}
         columns = make_batch(self.rank, AT).columns
@@ -227,7 +260,7 @@ def report(transport: Transport, said: str, folder: Path, pause_s: float = 1.5) 
         train(transport, said, folder, pause_s)
     except Exception as error:
         print(f"raised {type(error).__name__}: {error} | after {time.monotonic() - begun:.1f} s", flush=True)
-        if transport.rank == IN_TROUBLE:
+        if transport.rank == rank_in_trouble(said):
             raise
     else:
         print("trained to the end", flush=True)
