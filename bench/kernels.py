@@ -118,11 +118,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="few world sizes, int64 and fp32x128 rows, uniform and giant lengths")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--no-loop", action="store_true", help="leave out the loops, which take most of the time")
-    add("--minutes", type=float, default=math.inf, metavar="M", help="start no case later (default: no limit)")
+    limit = parser.add_mutually_exclusive_group().add_argument
+    limit("--limit-s", type=float, default=math.inf, metavar="S", help="start no case later (default: no limit)")
+    limit("--minutes", type=_minutes, dest="limit_s", metavar="M", help="the same in minutes")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     add("--plot", type=output_file, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
+
+
+def _minutes(text: str) -> float:
+    return 60 * float(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,7 +149,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     report = Report(options.device, console, options.json, options.results)
-    until = time.monotonic() + options.minutes * 60
+    until = time.monotonic() + options.limit_s
     with Stopping() as stopping:
         try:
             for case in _cases(options):

@@ -24,7 +24,10 @@ from .launch import LaunchError, launch, refuse_inside_a_launch, tracebacks
 from .ne_parity_rank import WAYS, Settings
 from .normalized_entropy import curve
 from .roles import infer_roles
-from .tables import Table, print_table, write_result
+from .synthetic import write_synthetic
+from .tables import Table, picture_beside, print_table, write_result
+
+_STEPS = 64  # of generated data, where no number is given
 
 Runs = dict[str, list[list[float]]]
 
@@ -40,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
-        settings = _settings(options, console)
         if options.results is not None or options.plot is not None:
             from . import ne_parity_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
-        console.print(f"{options.data}: {settings.roles.describe()}", markup=False)
-        runs = _train(settings, options.ranks, console)
+        with tempfile.TemporaryDirectory() as folder:
+            options.data = options.data or _generated(options, Path(folder))
+            settings = _settings(options, console)
+            console.print(f"{options.data.name}: {settings.roles.describe()}", markup=False)
+            runs = _train(settings, options.ranks, console)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -66,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m freescale.bench.ne_parity --data clicks.parquet --ranks 4 --plot out/curves.png",
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FILE", help="Parquet, with a label")
+    add("--data", type=Path, metavar="FILE", help="Parquet, with a label (default: a heavy-tailed set is generated)")
     add("--ranks", type=at_least_one, default=4, help="processes (default 4)")
     add("--batch-size", type=at_least_one, default=32, help="samples a rank (default 32)")
     add("--steps", type=at_least_one, help="at most so many (default: an epoch)")
@@ -81,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
+
+
+def _generated(options: argparse.Namespace, folder: Path) -> Path:
+    """Generate data, as bench.demo does, for so many steps as are asked for."""
+    path = folder / "generated.parquet"
+    num_samples = options.ranks * options.batch_size * (options.steps or _STEPS)
+    write_synthetic(path, num_samples, num_row_groups=options.ranks, seed=options.seed)
+    return path
 
 
 def _settings(options: argparse.Namespace, console: Console) -> Settings:
@@ -168,10 +181,11 @@ def _write(
             f"average click rate. {settings.roles.describe()}."
         )
         path = write_result(options.results, "ne-parity", "Normalized entropy does not change", about, [method, table])
-        picture = path.with_suffix(".png")
-        draw(curves(runs), options.tolerance, picture)
+        picture = options.plot or path.with_suffix(".png")
+        if options.plot is None:
+            draw(curves(runs), options.tolerance, picture)
         with path.open("a") as file:
-            file.write(f"\n{verdict}\n\n![Curves and their differences]({picture.name})\n")
+            file.write("\n".join(["", verdict, "", *picture_beside(picture, options.results, "Curves"), ""]))
         console.print(f"written to {path}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("out/report"), metavar="FOLDER", help="default out/report")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; the others only by earlier results")
     parser.add_argument("--quick", action="store_true", help="a few minutes in all")
+    parser.add_argument("--limit-s", type=float, default=1e5, metavar="S", help="start no part after S seconds")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     return status_of(lambda: _run(options, console))
@@ -59,13 +61,15 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parts = chosen(parts_for(Machine(gpus, options.data, options.quick), folder), options.only)
     done = []
+    started, page = time.monotonic(), folder / "index.html"
     for part in parts:
+        if not part.lacks and time.monotonic() - started >= options.limit_s:
+            part = replace(part, lacks=f"more than the {options.limit_s:g} s of --limit-s")
         console.print(f"{part.name}: {part.title}", markup=False)
         ran = run_part(part, folder)
         done.append(ran)
         console.print(f"  {ran.fault or f'{ran.seconds:.0f} s'}", markup=False, soft_wrap=True)
-    page = folder / "index.html"
-    page.write_text(render(done, RESULTS))
+        page.write_text(render(done, RESULTS))  # at once: a report that is cut shows what it has
     console.print(f"page: {page}", soft_wrap=True)
     return int(any(ran.fault and ran.command for ran in done))
 
@@ -95,7 +99,11 @@ def render(done: Sequence[Ran], results: Path) -> str:
     template = Environment(loader=FileSystemLoader(_HERE), autoescape=True).get_template("report_page.html")
     earlier = [(path.stem, html_of(path)) for path in sorted(results.glob("*.md"), reverse=True)]
     shown = [_shown(ran) for ran in done]
-    files = {"earlier virtual_ranks": newest_compute(results), **{ran.part.name: ran.json for ran in done}}
+    of_gpus = {"embedding": "*-embedding-cuda.json", "end_to_end": "*-end-to-end-cuda.json"}
+    before = {name: max(results.glob(pattern), default=None) for name, pattern in of_gpus.items()}
+    earlier_files = {"virtual_ranks": newest_compute(results), **before}
+    files = {f"earlier {name}": path for name, path in earlier_files.items()}
+    files |= {ran.part.name: ran.json for ran in done}
     page = template.render(title=_TITLE, environment=environment(), claims=claims(files), parts=shown, earlier=earlier)
     return str(page)
 

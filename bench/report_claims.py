@@ -15,6 +15,7 @@ from .virtual_study import AS_LOADED, COST_MODEL, FLOOR
 
 Found = dict[str, Any]
 NOT_HERE = "not measured on this machine"
+_SHORT = {"base": "TorchRec", "sdd": "SDD", "sdd_dedup": "SDD, ids deduplicated", "freescale": "ours"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def claims(files: Mapping[str, Path | None]) -> list[Claim]:
     """Read the JSON files of the parts.
 
     Args:
-        files: Of each part by name; None where there is none. "earlier virtual_ranks" is a result of another day.
+        files: Of each part by name; None where there is none. "earlier …" is a result of another day.
     """
     lines: list[tuple[str, str, str, Callable[[Found], str]]] = [
         ("Figure 2", "over 20 % straggler percentage from 8,000 items on", "virtual_ranks", _stragglers),
@@ -40,7 +41,9 @@ def claims(files: Mapping[str, Path | None]) -> list[Claim]:
         ("Figures 2 and 8", "(the same, earlier)", "earlier virtual_ranks", _reduction),
         ("Figure 3", "collisions stay modest", "collisions", _collisions),
         ("Figure 9", "exposed embedding communication nine times less", "embedding", _embedding),
+        ("Figure 9", "(the same, earlier)", "earlier embedding", _embedding),
         ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "end_to_end", _end_to_end),
+        ("Figure 11", "(the same, earlier)", "earlier end_to_end", _end_to_end),
         ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "simulate", _overall),
     ]
     return [_claim(figure, paper, files.get(part), read, part == "simulate") for figure, paper, part, read in lines]
@@ -98,11 +101,13 @@ def _embedding(found: Found) -> str:
     said = []
     for link in report.links():
         cell = report.cells(link)[0]
-        bubbles = {
-            name: report.measured(link, cell, name).parts.get("bubble_ms") for name in report.contenders(link, cell)
-        }
-        shown = [f"{TITLES[name]} {value:.1f}" for name, value in bubbles.items() if value is not None]
-        said.append(f"{link}, {cell.title}: bubbles in ms: {', '.join(shown)}")
+        found = {name: report.measured(link, cell, name) for name in report.contenders(link, cell)}
+        shown = [
+            f"{TITLES[name]} {each.exposed_ms:.2f} ({each.parts['bubble_ms']:.1f})"
+            for name, each in found.items()
+            if each.parts
+        ]
+        said.append(f"{link}, {cell.title}: exposed ms (bubble): {', '.join(shown)}")
     return "; ".join(said)
 
 
@@ -111,13 +116,11 @@ def _end_to_end(found: Found) -> str:
     measured = rows(found["found"], world_size)
     said = []
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in measured):
-        base, sdd, ours = (measured.get((link, cell, name)) for name in ("base", "sdd", "freescale"))
-        if base is not None and sdd is not None and ours is not None and ours.traced is not None:
-            said.append(
-                f"{link}, {cell.title}: bubble {base.bubble:.1f} ms (TorchRec), {sdd.bubble:.1f} ms (SDD), "
-                f"{ours.bubble:.1f} ms (ours)"
-            )
-    return f"{world_size} GPUs; " + "; ".join(said or ["nothing traced of all three"])
+        at = {name: measured.get((link, cell, key)) for key, name in _SHORT.items()}
+        shown = [f"{row.bubble:.1f} ms ({name})" for name, row in at.items() if row is not None and row.traced]
+        if len(shown) > 1 and not cell.even:
+            said.append(f"{link}, {cell.title}: bubble {', '.join(shown)}")
+    return f"{world_size} GPUs; " + "; ".join(said or ["nothing traced of two to compare"])
 
 
 def _overall(found: Found) -> str:

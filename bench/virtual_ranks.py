@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -17,13 +17,14 @@ from .arguments import at_least_one, output_file, output_folder, status_of, writ
 from .compute_fit import ComputeFit
 from .environment import environment
 from .lengths import length_source
+from .stopping import Stopping
 from .tables import Table, picture_beside, print_table, write_result
 from .virtual_rank_timing import ModelSize, RankTimer, reference_step
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR, LEARNING_STEPS, Outcome, Point, Scale, Study, points
 
 _EPILOG = """examples:
   python -m freescale.bench.virtual_ranks                      # on a GPU if there is one, else small on the CPU
-  python -m freescale.bench.virtual_ranks --lengths data.parquet:uih_page --base 2000 64 16 --budget-s 60
+  python -m freescale.bench.virtual_ranks --lengths data.parquet:uih_page --base 2000 64 16 --limit-s 60
 
 Every rank's batch is trained on, forward and backward, by the reference model on this one device. The ranks of a step
 then wait for the slowest of them: that alone is computed. Straggler percentage is the mean waiting time as a share of
@@ -40,7 +41,7 @@ _SCALES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
+    """Run the command. Returns the exit status: 0, 1 if a point failed, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     return status_of(lambda: _run(options, Console()))
 
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--width", type=count, metavar="N", help="width of the model")
     add("--heads", type=count, metavar="N", help="attention heads of the model")
     add("--layers", type=count, metavar="N", help="layers of the model (default 1: more take longer alike)")
-    add("--budget-s", type=float, default=120.0, metavar="S", help="begin no point that would end later (default 120)")
+    limit = "begin no point that would end later (default 120)"
+    add("--limit-s", "--budget-s", type=float, default=120.0, metavar="S", help=limit)
     add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
     add("--json", type=output_file, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, console: Console) -> None:
+def _run(options: argparse.Namespace, console: Console) -> int:
     if options.plot is not None:
         from .virtual_plot import draw  # before the work, so that a missing library shows at once
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -89,28 +91,23 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     enough_s = _ENOUGH_S if device.type == "cuda" and options.repeats is None else math.inf
     timer = RankTimer(reference_step(scale.model, device, options.seed), device, options.repeats or 3, enough_s)
     study = Study(timer, source, scale, options.seed)
-    outcomes = _measure_all(study, scale, options, console)
-    table = _table(f"{source.title}, lengths x {scale.length_scale:g}, on {_device_name(device)}", outcomes)
+    name = _device_name(device)
+
+    def keep(outcomes: Sequence[Outcome]) -> None:  # at once: a run that is cut keeps what it has
+        if options.json is not None:
+            write_figures(options.json, _figures(study, scale, options.lengths, name, outcomes))
+
+    outcomes, failed = _measure_all(study, scale, options, console, keep)
+    titled = f"{source.title}, lengths x {scale.length_scale:g}, on {name}"
+    table = _table(titled, outcomes)
     print_table(table, console)
-    fit = study.fit()
-    remarks = [*study.remarks, verdict(outcomes, scale.base), _said(fit)]
+    remarks = [*study.remarks, verdict(outcomes, scale.base), _said(study.fit())]
     for remark in remarks:
-        console.print(remark, soft_wrap=True)
+        console.print(remark, soft_wrap=True, markup=False)
     if options.json is not None:
-        found = {
-            "kind": "virtual_ranks",
-            "environment": environment(),
-            "device": _device_name(device),
-            "model": asdict(scale.model),
-            "length_scale": scale.length_scale,
-            "lengths": options.lengths,
-            "fit": fit.to_dict(),
-            "outcomes": [asdict(outcome) for outcome in outcomes],
-        }
-        write_figures(options.json, found)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
-        draw(outcomes, scale.base, options.plot, source.title)
+        draw(outcomes, scale.base, options.plot, titled)
         console.print(f"picture: {options.plot}")
     if options.results is not None:
         title = "Virtual ranks: how long ranks wait for the slowest"
@@ -118,6 +115,22 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         about: list[Table | str] = [_METHOD, *shown, table, *remarks]
         path = write_result(options.results, "virtual_ranks", title, environment(), about)
         console.print(f"written to {path}")
+    return int(failed)
+
+
+def _figures(
+    study: Study, scale: Scale, lengths: str, device_name: str, outcomes: Sequence[Outcome]
+) -> dict[str, object]:
+    return {
+        "kind": "virtual_ranks",
+        "environment": environment(),
+        "device": device_name,
+        "model": asdict(scale.model),
+        "length_scale": scale.length_scale,
+        "lengths": lengths,
+        "fit": study.fit().to_dict(),
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
 
 
 _METHOD = (
@@ -152,19 +165,37 @@ def _scale(options: argparse.Namespace, usual: Scale) -> Scale:
     )
 
 
-def _measure_all(study: Study, scale: Scale, options: argparse.Namespace, console: Console) -> list[Outcome]:
-    start, outcomes = time.monotonic(), list[Outcome]()
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+def _measure_all(
+    study: Study,
+    scale: Scale,
+    options: argparse.Namespace,
+    console: Console,
+    keep: Callable[[Sequence[Outcome]], None],
+) -> tuple[list[Outcome], bool]:
+    """Measure all points, the base first. One that fails is said, and the others go on; also tells whether one did."""
+    start, outcomes, failed = time.monotonic(), list[Outcome](), False
+    with (
+        Stopping() as stopping,
+        Progress(console=console, disable=not console.is_terminal, transient=True) as progress,
+    ):
         task = progress.add_task("learning", total=None)
         study.learn(lambda: progress.advance(task))
         for point in points(scale):
             spent = time.monotonic() - start
-            if outcomes and spent + study.predicted_s(point, options.batches) > options.budget_s:
-                study.remarks.append(f"{point}: left out, it would not end within {options.budget_s:g} s")
+            if outcomes and (stopping.requested or spent + study.predicted_s(point, options.batches) > options.limit_s):
+                why = "stopped before" if stopping.requested else f"it would not end within {options.limit_s:g} s"
+                study.remarks.append(f"{point}: left out, {why}")
                 continue
             progress.reset(task, total=point.world_size * options.batches, description=str(point))
-            outcomes += study.measure(point, options.batches, lambda: progress.advance(task))
-    return outcomes
+            try:
+                outcomes += study.measure(point, options.batches, lambda: progress.advance(task))
+            except RuntimeError as error:  # out of memory, say
+                if not outcomes:
+                    raise ValueError(f"the base {point} cannot be measured: {error}") from error
+                study.remarks.append(f"{point}: failed, {str(error).splitlines()[0]}")
+                failed = True
+            keep(outcomes)
+    return outcomes, failed
 
 
 def verdict(outcomes: Sequence[Outcome], base: Point) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from freescale.balancer import WorldSamples, fixed_batch_size, sparsity, straggl
 from freescale.bench import simulate, virtual_ranks
 from freescale.bench.lengths import length_source
 from freescale.bench.virtual_rank_timing import ModelSize, RankTimer, measure_plans, reference_step
-from freescale.bench.virtual_study import AS_LOADED, COST_MODEL, FLOOR, Point, Scale, Study, points
+from freescale.bench.virtual_study import AS_LOADED, COST_MODEL, FLOOR, Outcome, Point, Scale, Study, points
 
 SMALL = ModelSize(width=8, num_heads=2, num_layers=1, dim=4)
 CPU = torch.device("cpu")
@@ -137,8 +137,26 @@ def test_the_command_measures_and_its_file_serves_the_simulator(
 
 def test_a_budget_that_is_spent_leaves_points_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--device", "cpu", "--base", "2000", "2", "2", "--world-size", "4", "--width", "8", "--repeats", "1"]
-    assert virtual_ranks.main([*small, "--budget-s", "0"]) == 0
+    assert virtual_ranks.main([*small, "--limit-s", "0"]) == 0
     assert "2,000 / 2 / 4: left out" in capsys.readouterr().out
+
+
+def test_a_point_that_fails_is_said_and_the_others_are_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = Study.measure
+
+    def out_of_memory_at_8(study: Study, point: Point, batches: int, advance: Callable[[], None]) -> list[Outcome]:
+        if point.batch_size == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nA long explanation")
+        return measure(study, point, batches, advance)
+
+    monkeypatch.setattr(Study, "measure", out_of_memory_at_8)
+    out = tmp_path / "virtual.json"
+    small = ["--device", "cpu", "--base", "2000", "2", "2", "--batch-size", "8", "4", "--width", "8", "--repeats", "1"]
+    assert virtual_ranks.main([*small, "--json", str(out)]) == 1
+    assert "2,000 / 8 / 2: failed, CUDA out of memory." in capsys.readouterr().out
+    assert {each["batch_size"] for each in json.loads(out.read_text())["outcomes"]} == {2, 4}
 
 
 @pytest.mark.parametrize(
