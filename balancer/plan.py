@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class WorldSamples:
         uih_lengths: Length of each sample's interaction history. Shape [N], int64.
         num_candidates: Candidates of each sample. Shape [N], int64. Zeros when there are none.
         candidate_lengths: Content length of each candidate, sample after sample. Shape [num_candidates.sum()], int64;
-            empty when no column is nested.
+            empty when no column is nested, and for partitioners that say that they do not read it (see `Partitioner`).
         payload_bytes: Bytes that move when a sample moves. Shape [N], int64.
         seconds: Compute time each rank measured last, without waiting for peers. Shape [world_size], float64; NaN
             before the first measurement.
@@ -140,7 +141,12 @@ class WorldSamples:
 
 
 Partitioner = Callable[[WorldSamples], Tensor]
-"""Gives the owner rank of every sample: shape [num_samples], int64, values in [0, world_size)."""
+"""Gives the owner rank of every sample: shape [num_samples], int64, values in [0, world_size).
+
+One with an attribute `reads_candidate_lengths` that is false is not told the lengths of candidates, which saves the
+ranks an exchange in each step. Those of this package that go by the UIH length or a `CostModel` have it; a cost may
+have it too.
+"""
 
 Cost = Callable[[WorldSamples], Tensor]
 """Gives the cost of every sample: shape [num_samples], float64, not negative."""
@@ -159,6 +165,11 @@ class PassesOn(ABC):
         """Dense columns that `WorldSamples.gathered` has to hold."""
         return tuple(getattr(self.held, "gather", ()))
 
+    @property
+    def reads_candidate_lengths(self) -> bool:
+        """Whether `WorldSamples.candidate_lengths` has to be there."""
+        return reads_candidate_lengths(self.held)
+
     def state_dict(self) -> dict[str, Any]:
         """State to resume from: tensors and numbers. Empty when nothing inside learns."""
         return dict(self.held.state_dict()) if hasattr(self.held, "state_dict") else {}
@@ -169,6 +180,11 @@ class PassesOn(ABC):
             self.held.load_state_dict(state)
         elif state:
             raise ValueError(f"state has {sorted(state)}, but {self!r} holds nothing that keeps a state")
+
+
+def reads_candidate_lengths(part: object) -> bool:
+    """Whether a partitioner or cost reads `WorldSamples.candidate_lengths`; true for those that do not say."""
+    return bool(getattr(part, "reads_candidate_lengths", True))
 
 
 def validate_plan(owner: object, world: WorldSamples) -> Tensor:
@@ -202,7 +218,8 @@ def validate_plan(owner: object, world: WorldSamples) -> Tensor:
     if owner.dtype != torch.int64 or owner.device.type != "cpu":
         owner = owner.to("cpu", torch.int64)
     numbers = owner.numpy()
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < world.world_size:
+    # Negative numbers are huge ones without a sign.
+    if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= world.world_size:
         sample = int(((numbers < 0) | (numbers >= world.world_size)).argmax())
         raise ValueError(
             f"the partitioner must give owner ranks in [0, {world.world_size}), "

@@ -40,19 +40,19 @@ class Traffic:
     def of(cls, world_size: int, origin: Int64s, owners: Int64s, lengths: Int64s, payload: Int64s) -> Traffic:
         """Add up a plan, from what is known of each sample. Shapes [num_samples]."""
         moved = payload * (origin != owners)
-
-        def total(rank: Int64s, amounts: Int64s) -> Int64s:
-            sums: Int64s = np.bincount(rank, amounts, world_size).astype(np.int64)
-            return sums
-
-        return cls(
-            np.bincount(owners, minlength=world_size),
-            total(origin, lengths),
-            total(owners, lengths),
-            total(origin, payload),
-            total(origin, moved),
-            total(owners, moved),
-        )
+        sums = np.array(
+            [
+                np.bincount(rank, amounts, world_size)
+                for rank, amounts in (
+                    (origin, lengths),
+                    (owners, lengths),
+                    (origin, payload),
+                    (origin, moved),
+                    (owners, moved),
+                )
+            ]
+        ).astype(np.int64)
+        return cls(np.bincount(owners, minlength=world_size), *sums)
 
 
 @dataclass

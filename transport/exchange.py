@@ -54,6 +54,7 @@ class Exchange:
         ready: For CUDA tensors: comes when `source` may be read and `target` be written.
         chunks: For sources that become ready bit by bit; None when all of `source` is there.
         join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
+        prepared: What a backend worked out about it, for when the same exchange is begun again; see `Gathers`.
     """
 
     operation: Operation
@@ -74,6 +75,7 @@ class Exchange:
     ready: torch.cuda.Event | None = None
     join: Callable[[], object] | None = None
     chunks: Chunks | None = None
+    prepared: tuple[list[object], list[object]] | None = None
 
     def outgoing(self, peer: int) -> Tensor:
         """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
@@ -151,14 +153,74 @@ def plan_all_to_all(
     _check_rows("rows", rows, devices)
     sent = _read_splits("sent_splits", sent_splits, world_size)
     received = _read_splits("received_splits", received_splits, world_size)
-    if int(sent.sum()) != rows.shape[0]:
-        raise ValueError(f"sent_splits must add up to the {len(rows)} rows given, got {int(sent.sum())}")
+    if np.add.reduce(sent) != rows.shape[0]:
+        raise ValueError(f"sent_splits must add up to the {rows.shape[0]} rows given, got {int(sent.sum())}")
     if sent[rank] != received[rank]:
         raise ValueError(
             f"sent_splits[{rank}] and received_splits[{rank}] are both what this rank keeps and must be equal, "
             f"got {sent[rank]} and {received[rank]}"
         )
     return _lay_out("all_to_all", rank, "rows", rows, sent, received, out)
+
+
+class Gathers:
+    """Lays out gathers, and remembers those between the same two tensors: the ranks of a loop say as much in each step.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._known: dict[int, _Gather] = {}
+
+    def plan(self, block: Tensor, sizes: Splits | None, out: Tensor | None, devices: Sequence[str]) -> Exchange:
+        """As `plan_all_gather`."""
+        if sizes is not None or out is None:
+            return plan_all_gather(self._rank, self._world_size, block, sizes, out, devices)
+        known = self._known.get(id(out))
+        if known is not None and known.is_between(block, out):
+            return known.again()
+        exchange = plan_all_gather(self._rank, self._world_size, block, sizes, out, devices)
+        gather = _Gather(block, out, exchange)
+        if gather.can_repeat:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known[id(out)] = gather
+        return exchange
+
+
+_MOST_KNOWN = 4  # a channel keeps their memory
+
+
+class _Gather:
+    """A gather as it was laid out between two tensors, which are kept so that they stay the ones meant."""
+
+    def __init__(self, block: Tensor, out: Tensor, exchange: Exchange) -> None:
+        self._block, self._out, self._exchange = block, out, exchange
+        self._places = _places(block, out)
+        at = (exchange.source.data_ptr(), exchange.target.data_ptr())
+        self.can_repeat = exchange.out is out and exchange.kept_bytes > 0 and self._places[:2] == at
+        self.can_repeat &= not block.is_cuda
+        if self.can_repeat:
+            self._mine = exchange.source.numpy()
+            start = int(exchange.received_at[exchange.rank])
+            self._kept = exchange.target.numpy()[start : start + exchange.kept_bytes]
+
+    def is_between(self, block: Tensor, out: Tensor) -> bool:
+        """Whether these are the tensors, in the same memory as then, and ranks agreed about them."""
+        same = block is self._block and out is self._out and _places(block, out) == self._places
+        return same and not self._exchange.incomplete
+
+    def again(self) -> Exchange:
+        """The exchange, with this rank's own piece in its place."""
+        self._kept[:] = self._mine
+        return self._exchange
+
+
+def _places(block: Tensor, out: Tensor) -> tuple[object, ...]:
+    return block.data_ptr(), out.data_ptr(), block.shape, out.shape, block.dtype, block.is_contiguous()
 
 
 def _check_rows(name: str, rows: Tensor, devices: Sequence[str]) -> None:
@@ -188,7 +250,7 @@ def _read_splits(name: str, splits: Splits, world_size: int) -> NDArray[np.int64
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {array.dtype}")
     array = array.astype(np.int64)
-    if array.min() < 0:
+    if np.minimum.reduce(array) < 0:
         raise ValueError(f"{name} must not be negative, got {array.min()} for rank {array.argmin()}")
     return array
 
@@ -210,7 +272,7 @@ def _lay_out(
     out = (
         torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else _check_out(out, shape, name, rows)
     )
-    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    row_bytes = rows.element_size() if rows.dim() == 1 else math.prod(rows.shape[1:]) * rows.element_size()
     gathers = operation == "all_gather"
     exchange = Exchange(
         operation=operation,
@@ -240,7 +302,7 @@ def _lay_out(
 def _bytes_of(rows: Tensor) -> Tensor:
     """View a contiguous tensor as bytes. Each view that is not needed is a switch between threads less."""
     flat = rows if rows.dim() == 1 else rows.view(-1)
-    if not len(flat):  # NumPy's empty arrays have a stride of 0, which such a view refuses
+    if not flat.shape[0]:  # NumPy's empty arrays have a stride of 0, which such a view refuses
         return torch.empty(0, dtype=torch.uint8, device=rows.device)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .agreement import SEQUENCE, find_disagreements, make_records
 from .base import Pending, Transport
 from .errors import TransportClosed, TransportError, TransportTimeout
-from .exchange import Exchange, Splits, plan_all_gather, plan_all_to_all
+from .exchange import Exchange, Gathers, Splits, plan_all_to_all
 from .wire import FailsLater, Ticket, Wire
 
 NAME_BYTES = 64
@@ -33,6 +33,7 @@ class HostTransport(Transport):
         self.name = name
         self._wire = wire
         self._sequence = 0
+        self._gathers = Gathers(rank, world_size)
         self._under_way: deque[HostPending] = deque()
         self._channels: set[HostTransport] = set()
         self._parent: HostTransport | None = None
@@ -43,7 +44,7 @@ class HostTransport(Transport):
         """See `Transport.all_gather`."""
         with self._turn:
             self._refuse_when_closed("all_gather")
-            return self._begin(plan_all_gather(self.rank, self.world_size, block, sizes, out, self._wire.devices))
+            return self._begin(self._gathers.plan(block, sizes, out, self._wire.devices))
 
     def all_to_all(
         self, rows: Tensor, sent_splits: Splits, received_splits: Splits, out: Tensor | None = None
@@ -192,7 +193,9 @@ class HostPending(Pending):
             if seconds <= 0:
                 self._give_up()
                 return
-            first = next(p for p in lane._under_way if p is self or not (p.finished or p._data))
+            first = lane._under_way[0]
+            if first is not self:
+                first = next(p for p in lane._under_way if p is self or not (p.finished or p._data))
             try:
                 first._ticket().block(min(seconds, _SLICE_S))
             except TransportError as error:
@@ -265,7 +268,7 @@ class _Turn:
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
-        self._holder, self._pid = threading.current_thread(), os.getpid()
+        self._holder, self._pid = threading.get_ident(), os.getpid()
 
     def is_forked_child(self) -> bool:
         return os.getpid() != self._pid
@@ -277,10 +280,13 @@ class _Turn:
             )
         if not self.lock.acquire(timeout=0.05):  # whoever closes the channel has it for a moment
             raise TransportError(
-                f"channel '{self._name}' is in use by thread '{self._holder.name}' and cannot be used by thread "
+                f"channel '{self._name}' is in use by thread '{self._holder_name()}' and cannot be used by thread "
                 f"'{threading.current_thread().name}' at the same time: give each thread a channel() of its own"
             )
-        self._holder = threading.current_thread()
+        self._holder = threading.get_ident()
+
+    def _holder_name(self) -> str:
+        return next((thread.name for thread in threading.enumerate() if thread.ident == self._holder), "?")
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()

@@ -27,7 +27,7 @@ _LARGEST_COUNT = 2**31 - 1  # MPI 3 counts and displacements are C ints
 _BLOCK_BYTES = 2**30
 _LONGEST_NAP_S = 0.001
 _SHORTEST_NAP_S = 0.00002
-_FIRST_NAP_BESIDE_S = 0.00025
+_NAPS_BESIDE = (0.00025, 0.004, 4)  # the first, the longest of a short wait, and part of a long one
 
 
 def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -190,10 +190,9 @@ class _MpiTicket:
         return communicator.Ialltoallw(sent, received)
 
     def _gather(self, exchange: Exchange, communicator: MPI.Intracomm) -> MPI.Request:
-        counts = exchange.received_bytes.copy()
-        counts[exchange.rank] = exchange.kept_bytes
-        received = [exchange.target.numpy(), counts.tolist(), exchange.received_at.tolist(), "B"]
-        return communicator.Iallgatherv([exchange.source.numpy(), exchange.kept_bytes, "B"], received)
+        if exchange.prepared is None:
+            exchange.prepared = _gather_messages(exchange)
+        return communicator.Iallgatherv(*exchange.prepared)
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -202,6 +201,12 @@ class _MpiTicket:
         if self._is_new:  # MPI has just done what can be done at once
             self._is_new = False
             return False
+        self._test()
+        if not self.done:
+            self._parting.raise_if_a_peer_failed()
+        return self.done
+
+    def _test(self) -> bool:
         try:
             self.done = self._request.Test()
         except self._error_type as error:
@@ -210,28 +215,40 @@ class _MpiTicket:
             self._keep.release()
             for datatype in self._datatypes:
                 datatype.Free()
-        else:
-            self._parting.raise_if_a_peer_failed()
         return self.done
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
         # Each look of another thread takes the interpreter from the trainer's, so such a thread naps for long from the
-        # first time on. Peers that let us wait for long are busy themselves. Whoever waits has just polled.
+        # first time on, and looks at little else. Peers that let us wait for long are busy themselves, or nap. Whoever
+        # waits has just polled.
         alone = threading.current_thread() is threading.main_thread()
-        nap_s, share = (_SHORTEST_NAP_S, 16) if alone else (_FIRST_NAP_BESIDE_S, 4)
+        nap_s, longest_s, share = (_SHORTEST_NAP_S, _LONGEST_NAP_S, 16) if alone else _NAPS_BESIDE
         started = time.monotonic()
         waited_s = 0.0
         while waited_s < seconds:
             time.sleep(min(nap_s, seconds - waited_s))
-            if self.poll():
+            if self._test():
                 return True
-            waited_s = time.monotonic() - started
-            nap_s = min(nap_s * 2, max(_LONGEST_NAP_S, waited_s / share))
+            now = time.monotonic()
+            self._parting.raise_if_a_peer_failed(now)
+            waited_s = now - started
+            nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
         return False
 
     def missing(self) -> None:
         """A collective does not tell."""
+
+
+def _gather_messages(exchange: Exchange) -> tuple[list[object], list[object]]:
+    """Describe what is sent and received to Iallgatherv."""
+    from mpi4py import MPI
+
+    counts = exchange.received_bytes.copy()
+    counts[exchange.rank] = exchange.kept_bytes
+    places = exchange.received_at.astype(np.intc)
+    received = [exchange.target.numpy(), counts.astype(np.intc), places, MPI.BYTE]
+    return [exchange.source.numpy(), exchange.kept_bytes, MPI.BYTE], received
 
 
 def _message(
@@ -242,6 +259,8 @@ def _message(
 
     types = [MPI.BYTE] * len(sizes)
     made: list[MPI.Datatype] = []
+    if memory.nbytes <= _LARGEST_COUNT:
+        return [memory.numpy(), sizes.tolist(), starts.tolist(), types], made
     far = np.flatnonzero((sizes > 0) & (starts + sizes > _LARGEST_COUNT))
     counts, displacements = sizes, np.where(sizes > 0, starts, 0)
     if len(far):

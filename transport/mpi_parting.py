@@ -47,13 +47,13 @@ class Parting:
         self._sent: list[object] = []
         _process.add(self)
 
-    def raise_if_a_peer_failed(self) -> None:
-        """Raise what a failed peer said; looks at most every 50 ms.
+    def raise_if_a_peer_failed(self, now: float | None = None) -> None:
+        """Raise what a failed peer said; looks at most every 50 ms. `now` is the monotonic time, if known.
 
         Raises:
             TransportError: A peer failed.
         """
-        now = time.monotonic()
+        now = time.monotonic() if now is None else now
         if now >= self._next_listen:
             self._next_listen = now + _LISTEN_EVERY_S
             self._listen()

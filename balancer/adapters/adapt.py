@@ -32,6 +32,7 @@ class Adapter(Generic[BatchT]):
     def __init__(self, root: Node, schema: Mapping[str, ColumnSpec]) -> None:
         self._root = root
         self.schema = dict(schema)
+        self._alike = tuple((n, s.dtype, s.depth, s.shape, 1 + len(s.shape)) for n, s in self.schema.items())
 
     def flatten(self, batch: BatchT) -> JaggedBatch:
         """View the batch as columns. Copies only what is not contiguous.
@@ -57,11 +58,11 @@ class Adapter(Generic[BatchT]):
         columns = batch.columns
         if len(columns) != len(self.schema):
             return False
-        for (name, column), (wanted, first) in zip(columns.items(), self.schema.items(), strict=True):
+        for (name, column), (wanted, dtype, depth, shape, dims) in zip(columns.items(), self._alike, strict=True):
             values = column.values
-            if name != wanted or values.dtype != first.dtype or len(column.levels) != first.depth:
+            if name != wanted or values.dtype != dtype or len(column.levels) != depth or values.dim() != dims:
                 return False
-            if values.shape[1:] != first.shape:
+            if shape and values.shape[1:] != shape:
                 return False
         return True
 

@@ -42,6 +42,8 @@ class CostModel:
         >>> balanced_by_time = greedy_batch_size(cost=CostModel())
     """
 
+    reads_candidate_lengths = False
+
     def __init__(self, memory: int = 4096) -> None:
         if memory < _ENOUGH:
             raise ValueError(f"memory must be at least {_ENOUGH} measurements, got {memory}")

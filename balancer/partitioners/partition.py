@@ -219,8 +219,10 @@ def _deal_to_two(rows: Floats) -> Ints:
         more += difference if first_is_lighter else -difference
         if more:
             first_is_lighter = more < 0
-    first = np.array(firsts, dtype=np.int64)
-    return np.stack([first, 1 - first], axis=1)
+    dealt = np.empty(rows.shape, dtype=np.int64)
+    dealt[:, 0] = firsts
+    np.subtract(1, dealt[:, 0], out=dealt[:, 1])
+    return dealt
 
 
 def _deal_merged(rows: Floats) -> Ints:

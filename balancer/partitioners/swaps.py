@@ -28,10 +28,15 @@ def even_out(owner: Ints, load: Workload, tolerance: float) -> Ints:
     if len(owner) == 0 or len(load.speeds) == 1:
         return owner
     loads: Floats = np.bincount(owner, weights=load.costs, minlength=len(load.speeds)).astype(np.float64)
+    average = load.ideal_time
+    limit = average / (1 - tolerance)
+    most = np.maximum.reduce((loads + load.overhead) / load.speeds)
+    if most <= limit:
+        return owner
     # Nothing is gained by going below the largest sample, which stays where it is.
-    ideal = max(load.ideal_time, float(((load.costs + load.overhead) / load.speeds[owner]).max()))
-    limit = max(ideal, load.ideal_time / (1 - tolerance))
-    if ((loads + load.overhead) / load.speeds).max() <= limit:
+    ideal = max(average, float(((load.costs + load.overhead) / load.speeds[owner]).max()))
+    limit = max(ideal, limit)
+    if most <= limit:
         return owner
     samples, costs = _rows_of_ranks(owner, load)
     for _ in range(64 + 8 * samples.shape[1]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeIs
@@ -20,7 +21,10 @@ _FEW = 1024  # are sorted faster by comparison
 
 def uih_length(world: WorldSamples) -> Tensor:
     """The default cost: the UIH length itself. Shape [num_samples], float64."""
-    return world.uih_lengths.double()
+    return torch.from_numpy(world.uih_lengths.numpy().astype(np.float64))
+
+
+uih_length.__dict__["reads_candidate_lengths"] = False
 
 
 @runtime_checkable
@@ -59,7 +63,7 @@ class Workload:
     @property
     def ideal_time(self) -> float:
         """Time that every rank would take if samples could be split."""
-        return float((self.costs.sum() + self.overhead * len(self.speeds)) / self.speeds.sum())
+        return float((np.add.reduce(self.costs) + self.overhead * len(self.speeds)) / np.add.reduce(self.speeds))
 
     def times(self, owner: Ints) -> Floats:
         """Time of each rank under a plan. Shape [world_size]."""
@@ -76,8 +80,8 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
     given = cost(world) if world.cost is None else world.cost
     if given.shape != (world.num_samples,):
         raise ValueError(f"cost must give shape [{world.num_samples}], one value a sample, got {list(given.shape)}")
-    costs = given.double().numpy()
-    if len(costs) and not (costs.min() >= 0 and costs.max() < np.inf):
+    costs = given.numpy() if given.dtype == torch.float64 else given.double().numpy()
+    if len(costs) and not (np.minimum.reduce(costs) >= 0 and np.maximum.reduce(costs) < np.inf):
         sample = int(np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))[0])
         raise ValueError(f"cost must be finite and not negative, got {costs[sample]} for sample {sample}")
     if _knows_ranks(cost):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from struct import pack
 
 import numpy as np
 import torch
@@ -17,28 +17,31 @@ from .schema import MAX_SCHEMA_BYTES
 
 Int64s = NDArray[np.int64]
 
-MAGIC = 0x46726565_0000_0001  # "Free", then the protocol version
+MAGIC = 0x46726565_0000_0002  # "Free", then the protocol version
 TEXT_BYTES = 512
 _TEXT_WORDS = TEXT_BYTES // 8
 _FIELDS = (
     "magic",
     "step",
     "epoch",
+    "options_digest",
     "state",
     "batch_size",
     "capacity",
     "schema_digest",
     "schema_bytes",
-    "options_digest",
+    "reads_candidates",
     "seconds_step",
     "seconds_bits",
     "text_bytes",
 )
+_AGREED = slice(1, 4)  # fields in which no two ranks differ
 _HEADER_WORDS = len(_FIELDS)
 UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
 _BASE_WORDS = 3  # gathered columns follow
 MAX_BATCH_SIZE = 1 << 20  # of a rank: what one says decides how much memory all take for a message
 _LARGEST = 1 << 48  # of a length, and of the bytes of a sample
+_any, _least, _most = np.logical_or.reduce, np.minimum.reduce, np.maximum.reduce  # without the methods' Python wrappers
 
 
 class State(IntEnum):
@@ -63,11 +66,13 @@ class LocalStep:
         schema_digest: Of this rank's columns; 0 without a batch.
         schema_bytes: Length of the encoded schema; 0 without a batch.
         options_digest: Of the options that must agree.
+        reads_candidates: Whether the partitioner wants the lengths of candidates, which stage II gathers.
         seconds_step: Step measured last, -1 for none.
         seconds: Compute seconds of that step.
         text: Why the rank fails. Cut to 512 bytes.
-        items: Values in each column. Shape [num_columns], int64.
-        samples: UIH length, candidates, payload bytes, gathered columns. Shape [batch_size, 3 + num_gathered].
+        items: Values in each column, if there are any. Shape [num_columns], int64.
+        samples: UIH length, candidates, payload bytes, gathered columns; needed for the samples that there are. Shape
+            [batch_size, 3 + num_gathered].
     """
 
     step: int
@@ -78,11 +83,12 @@ class LocalStep:
     schema_digest: int = 0
     schema_bytes: int = 0
     options_digest: int = 0
+    reads_candidates: bool = False
     seconds_step: int = -1
     seconds: float = float("nan")
     text: str = ""
-    items: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    samples: Int64s = field(default_factory=lambda: np.zeros((0, _BASE_WORDS), np.int64))
+    items: Int64s | None = None
+    samples: Int64s | None = None
 
 
 def cut_text(text: str) -> bytes:
@@ -96,41 +102,51 @@ def message_words(num_columns: int, capacity: int, num_gathered: int) -> int:
 
 
 def encode(local: LocalStep, num_columns: int, num_gathered: int) -> Tensor:
+    """Write the message into new memory. Shape [message_words(...)], int64."""
+    message = np.empty(message_words(num_columns, local.capacity, num_gathered), np.int64)
+    write(message, local, num_columns)
+    return torch.from_numpy(message)
+
+
+def write(message: Int64s, local: LocalStep, num_columns: int) -> None:
     """Write the message. Samples beyond the capacity are left out; the header tells that they are missing.
 
-    Returns:
-        Shape [message_words(...)], int64.
+    Args:
+        message: Overwritten. Shape [message_words(...)].
+        local: What to say.
+        num_columns: Columns of the schema that ranks have agreed on.
     """
-    message = np.zeros(message_words(num_columns, local.capacity, num_gathered), np.int64)
+    message.fill(0)
     text = cut_text(local.text) if local.text else b""
     message[:_HEADER_WORDS] = (
         MAGIC,
         local.step,
         local.epoch,
+        local.options_digest,
         local.state,
         local.batch_size,
         local.capacity,
         local.schema_digest,
         local.schema_bytes,
-        local.options_digest,
+        local.reads_candidates,
         local.seconds_step,
-        np.float64(local.seconds).view(np.int64),
+        int.from_bytes(pack("<d", local.seconds), "little", signed=True),
         len(text),
     )
     body = message[_HEADER_WORDS:]
     if text:
         body[:_TEXT_WORDS].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-    if len(local.items):
+    if local.items is not None:
         body[_TEXT_WORDS : _TEXT_WORDS + num_columns] = local.items
-    if 0 < local.batch_size <= local.capacity:
-        samples = body[_TEXT_WORDS + num_columns :].reshape(local.capacity, _BASE_WORDS + num_gathered)
-        samples[: local.batch_size] = local.samples
-    return torch.from_numpy(message)
+    if 0 < local.batch_size <= local.capacity and local.samples is not None:
+        start = _TEXT_WORDS + num_columns
+        body[start : start + local.samples.size] = local.samples.reshape(-1)
 
 
 _LIMITS: Sequence[tuple[str, int, int]] = (
     ("magic", MAGIC, MAGIC),
     ("state", 0, max(State)),
+    ("reads_candidates", 0, 1),
     ("batch_size", 0, MAX_BATCH_SIZE),
     ("text_bytes", 0, TEXT_BYTES),
     ("schema_bytes", 0, MAX_SCHEMA_BYTES),
@@ -138,55 +154,58 @@ _LIMITS: Sequence[tuple[str, int, int]] = (
 _LOWEST, _HIGHEST = np.full(_HEADER_WORDS, -(2**63)), np.full(_HEADER_WORDS, 2**63 - 1)
 for _name, _low, _high in _LIMITS:
     _LOWEST[_FIELDS.index(_name)], _HIGHEST[_FIELDS.index(_name)] = _low, _high
-_AGREED = [_FIELDS.index(_name) for _name in ("step", "epoch", "options_digest")]
 
 
 class WorldStep:
     """Stage I as every rank reads it: the messages of all ranks.
 
+    Attributes:
+        items: Values in each column. Shape [world_size, num_columns].
+        all_have_batches: No rank brings anything else.
+
+    The fields of the headers are attributes too, each of shape [world_size].
+
     Raises:
         ProtocolError: A message breaks the protocol; names the rank, the field and the value.
     """
 
-    def __init__(self, gathered: Tensor, world_size: int, num_columns: int, num_gathered: int) -> None:
-        self._words = words = gathered.numpy().reshape(world_size, -1)
+    def __init__(self, gathered: Tensor | Int64s, world_size: int, num_columns: int, num_gathered: int) -> None:
+        words = gathered.numpy() if isinstance(gathered, Tensor) else gathered
+        self._words = words = words.reshape(world_size, -1)
         self.world_size = world_size
-        self._check()
+        header = words[:, :_HEADER_WORDS]
+        self.batch_size: Int64s
+        self.seconds_bits: Int64s
+        (
+            self.magic,
+            self.step,
+            self.epoch,
+            self.options_digest,
+            self.state,
+            self.batch_size,
+            self.capacity,
+            self.schema_digest,
+            self.schema_bytes,
+            self.reads_candidates,
+            self.seconds_step,
+            self.seconds_bits,
+            self.text_bytes,
+        ) = header.T
+        if _any((header < _LOWEST) | (header > _HIGHEST), axis=None):
+            self._refuse()
         body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
         self.items = body[:, :num_columns]
         self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
-        self.all_have_batches = not self.state.any()
-
-    magic: Int64s
-    step: Int64s
-    epoch: Int64s
-    state: Int64s
-    batch_size: Int64s
-    capacity: Int64s
-    schema_digest: Int64s
-    schema_bytes: Int64s
-    options_digest: Int64s
-    seconds_step: Int64s
-    seconds_bits: Int64s
-    text_bytes: Int64s
-
-    def __getattr__(self, name: str) -> Int64s:
-        """A field of the header, of all ranks. Shape [world_size]."""
-        if name not in _FIELDS:
-            raise AttributeError(name)
-        values: Int64s = self._words[:, _FIELDS.index(name)]
-        setattr(self, name, values)
-        return values
+        self.all_have_batches = not _any(self.state)
+        self._told: Int64s | None = None
 
     @property
     def seconds(self) -> NDArray[np.float64]:
         """Compute seconds of the step that each rank measured last. Shape [world_size]."""
-        return self.seconds_bits.copy().view(np.float64)
+        seconds: NDArray[np.float64] = self.seconds_bits.copy().view(np.float64)
+        return seconds
 
-    def _check(self) -> None:
-        header = self._words[:, :_HEADER_WORDS]
-        if not ((header < _LOWEST) | (header > _HIGHEST)).any():
-            return
+    def _refuse(self) -> None:
         for name, low, high in _LIMITS:
             values: Int64s = getattr(self, name)
             wrong = np.flatnonzero((values < low) | (values > high))
@@ -217,32 +236,30 @@ class WorldStep:
     def agrees(self) -> bool:
         """Whether all ranks are at one step of one epoch with the same options."""
         agreed = self._words[:, _AGREED]
-        return bool((agreed == agreed[0]).all())
+        return not _any(agreed != agreed[0], axis=None)
 
-    @cached_property
     def origin(self) -> Int64s:
         """Rank that loaded each sample. Shape [N]."""
         return np.arange(self.world_size).repeat(self.batch_size)
 
-    @cached_property
-    def ends(self) -> Int64s:
-        """Where the samples of each rank end among those of all. Shape [world_size]."""
-        return self.batch_size.cumsum()
-
-    @cached_property
+    @property
     def samples(self) -> Int64s:
         """The samples of all ranks, by origin rank, then position. Shape [N, 3 + num_gathered].
 
         Raises:
             ProtocolError: A length is negative or too large.
         """
+        if self._told is not None:
+            return self._told
         width = self._samples.shape[1]
-        present = np.arange(width) < self.batch_size[:, None]
-        full = self._samples.reshape(self.world_size * width, self._samples.shape[2])
-        samples = full if present.all() else full[present.reshape(-1)]
+        samples = self._samples.reshape(self.world_size * width, self._samples.shape[2])
+        if _least(self.batch_size) < width:
+            present = np.arange(width) < self.batch_size[:, None]
+            samples = samples[present.reshape(-1)]
         told = samples[:, :_BASE_WORDS]
-        if len(samples) and (told.min() < 0 or told.max() > _LARGEST):
+        if len(samples) and _most(told.view(np.uint64), axis=None) > _LARGEST:  # without a sign, negative is large
             row = int(np.flatnonzero(((told < 0) | (told > _LARGEST)).any(1))[0])
             rank = int(np.searchsorted(np.cumsum(self.batch_size), row, side="right"))
             raise ProtocolError(f"stage I: rank {rank} sent lengths that cannot be: {told[row].tolist()}")
+        self._told = samples
         return samples

@@ -19,6 +19,7 @@ class History:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self._no_steps, self._no_seconds = np.full(world_size, -1), np.full(world_size, np.nan)
         self._plans: OrderedDict[int, tuple[WorldSamples, NDArray[np.int64]]] = OrderedDict()
 
     def add(self, step: int, samples: WorldSamples, owners: NDArray[np.int64]) -> None:
@@ -40,8 +41,7 @@ class History:
             Steps and seconds, -1 and NaN where the step is not known any more, and the samples behind them.
         """
         if not self._plans:
-            size = self._world_size
-            return torch.from_numpy(np.full(size, -1)), torch.from_numpy(np.full(size, np.nan)), None
+            return torch.from_numpy(self._no_steps.copy()), torch.from_numpy(self._no_seconds.copy()), None
         known = np.array([int(step) in self._plans for step in steps])
         steps = np.where(known, steps, -1)
         seconds = np.where(known, seconds, np.nan)

@@ -1,10 +1,10 @@
 """Packs samples into one message a destination and unpacks what arrives (paper, Algorithm 1, lines 15-17).
 
 A message holds the samples of one (source, destination) pair. First their heads, one record of fixed size a sample: its
-outermost length in each jagged column, and its values in each narrow dense column. Then section by section what varies:
-the inner lengths of nested columns, then the values of jagged and of wide dense columns. Heads and sections start at
-multiples of 8 bytes. Sizes follow from what stages I and II told, so nothing describes them on the wire. Samples that
-stay home are not in any message.
+lengths in each jagged column (of nested ones the outer length and the sum of the inner ones), and its values in each
+narrow dense column. Then section by section what varies: the inner lengths of nested columns, then the values of jagged
+and of wide dense columns. Heads and sections start at multiples of 8 bytes. Sizes follow from what stage I told and
+from the heads, so nothing describes them on the wire. Samples that stay home are not in any message.
 
     message   | heads | inner lengths of column a | … | values of column a | values of column b | … | slack |
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,11 +28,13 @@ from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Levels = dict[str, tuple[torch.Tensor, ...]]
 
 _ZEROS = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")  # what padding is copied from
-_ZEROS_AT = _ZEROS.data_ptr()
+_ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
+_sum, _most, _accumulate = np.add.reduce, np.maximum.reduce, np.add.accumulate  # without the methods' Python wrappers
 
 
 class Sections:
@@ -39,7 +42,7 @@ class Sections:
 
     Attributes:
         batch: The batch.
-        heads: One record a sample. Shape [batch_size, head_bytes], uint8.
+        heads: One record a sample. Shape [batch_size, head_bytes / 8], int64.
         items: Values in each column. Shape [num_columns], int64.
         addresses: First byte of each section in memory. Shape [sections, 1], int64.
         offsets: First byte of each sample in each section, and the end. Shape [sections, batch_size + 1], int64.
@@ -52,17 +55,16 @@ class Sections:
         outer = ends[: len(layout.jagged)]
         for row, jagged in zip(outer, layout.jagged, strict=True):
             row[1:] = columns[jagged.name].levels[0].numpy()
-        words = np.zeros((size, layout.head_bytes // 8), np.int64)
-        words[:, layout.jagged_words] = outer[:, 1:].T
-        self.heads: Bytes = words.view(np.uint8).reshape(size, layout.head_bytes)
-        self._heads_at = int(words.ctypes.data)
-        for column, start in layout.narrow:
-            if column.row_bytes and size:
-                self.heads[:, start : start + column.row_bytes] = _rows(columns[column.name].values, column)
-        outer.cumsum(axis=1, out=outer)
+        _accumulate(outer, axis=1, out=outer)
         for row, (nested, j) in zip(ends[len(outer) : -1], layout.nested, strict=True):
             row[:] = _offsets(columns[nested.name].levels[1].numpy())[outer[j]]
         ends[-1] = np.arange(size + 1)
+        self.heads: Int64s = np.zeros((size, layout.head_bytes // 8), np.int64)
+        np.subtract(ends[:-1, 1:].T, ends[:-1, :-1].T, out=self.heads[:, : len(layout.counted)])
+        for column, start in layout.narrow:
+            if column.row_bytes and size:
+                as_bytes = self.heads.view(np.uint8)
+                as_bytes[:, start : start + column.row_bytes] = _rows(columns[column.name].values, column)
         self.items: Int64s = ends[layout.column_rows, -1]
         self.offsets: Int64s = ends[layout.section_rows] * layout.entry_bytes
         at = [
@@ -76,13 +78,13 @@ class Sections:
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        ends = self.offsets.sum(axis=0)
-        payload: Int64s = ends[1:] - ends[:-1] + self.heads.shape[1]
+        ends = _sum(self.offsets)
+        payload: Int64s = ends[1:] - ends[:-1] + 8 * self.heads.shape[1]
         return payload
 
     def fingerprint(self) -> int:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
-        checksum = zlib.crc32(self.heads.tobytes())
+        checksum = zlib.crc32(self.heads.data)
         sizes = np.minimum(self.offsets[:, -1], _FINGERPRINT_BYTES)
         for address, size in zip(self.addresses[:, 0].tolist(), sizes.tolist(), strict=True):
             checksum = zlib.crc32(ctypes.string_at(address, size), checksum)
@@ -93,15 +95,10 @@ class Sections:
         starts = self.offsets[:, samples]
         return starts + self.addresses, self.offsets[:, samples + 1] - starts
 
-    def head_ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Address and size of the heads of samples. Each of shape [len(samples)]."""
-        head_bytes = self.heads.shape[1]
-        return samples * head_bytes + self._heads_at, np.full(len(samples), head_bytes)
-
 
 def _offsets(lengths: Int64s) -> Int64s:
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    lengths.cumsum(out=offsets[1:])
+    _accumulate(lengths, out=offsets[1:])
     return offsets
 
 
@@ -142,16 +139,18 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     counts = np.bincount(to, minlength=len(sizes))
     peers = counts.nonzero()[0]
     counts = counts[peers]
-    first = counts.cumsum() - counts
+    first = _accumulate(counts) - counts
     # A message is copied from one range for its heads, one a sample and one for padding a section, and one for slack.
     widths = counts + 1
-    ends = (widths * len(sections) + 2).cumsum()
+    ends = _accumulate(widths * len(sections) + 2)
     start = ends - widths * len(sections) - 1  # behind the heads
-    addresses = np.full(int(ends[-1]), _ZEROS_AT, np.int64)
+    addresses = np.empty(int(ends[-1]), np.int64)
+    addresses.fill(_ZEROS_AT)
     lengths = np.zeros(int(ends[-1]), np.int64)
     heads = sections.heads[leaving]
-    addresses[start - 1] = first * heads.shape[1] + int(heads.ctypes.data)
-    written = counts * heads.shape[1]
+    head_bytes = 8 * heads.shape[1]
+    addresses[start - 1] = first * head_bytes + heads.__array_interface__["data"][0]
+    written = counts * head_bytes
     lengths[start - 1] = written
     section = np.arange(len(sections)).reshape(-1, 1)
     slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + np.arange(len(leaving)))
@@ -160,70 +159,11 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     totals = np.add.reduceat(filled, first, axis=1)
     padding = -totals % 8
     lengths[section * widths + (start + counts)] = padding
-    slack = sizes[peers] - written - (totals + padding).sum(axis=0)
+    slack = sizes[peers] - written - _sum(totals + padding)
     lengths[ends - 1] = slack
-    assert slack.min() >= 0, "a message is larger than the protocol agreed"
-    assert slack.max() <= len(_ZEROS), "a message has more slack than there are zeros"
+    # Negative numbers are huge ones without a sign.
+    assert _most(slack.view(np.uint64)) <= _NUM_ZEROS, f"a message has {slack} bytes left, beyond 0 to {_NUM_ZEROS}"
     return gather_ranges(addresses, lengths)
-
-
-class Arrivals:
-    """Reads what arrived from all sources at once, with the samples that stayed home in their place."""
-
-    def __init__(self, received: torch.Tensor, sizes: Int64s, rank: int) -> None:
-        self._room = sizes  # unread bytes from each source
-        self._cursor = sizes.cumsum() - sizes + (received.data_ptr() or _ZEROS_AT)
-        self._rank = rank
-
-    def read(
-        self, names: list[str], counts: Int64s, entry_bytes: Int64s, home: tuple[Int64s, Int64s]
-    ) -> tuple[Int64s, Int64s]:
-        """Take some sections from each source, with the home ranges as the part of this rank.
-
-        Args:
-            names: Of the sections, for errors.
-            counts: Entries of each section from each source; what it says of this rank is not used. Shape
-                [sections, world_size].
-            entry_bytes: Size of an entry of each section. Shape [sections, 1].
-            home: Addresses and sizes of this rank's own. Each of shape [sections, n].
-
-        Returns:
-            Address and size of the bytes of each section. Each of shape [sections, ranges].
-
-        Raises:
-            ProtocolError: A message ends before.
-        """
-        rank = self._rank
-        # Never more than one over the room of any message, so that no sum overflows.
-        entries = np.minimum(counts, self._room // np.maximum(entry_bytes, 1) + 1)
-        entries[:, rank] = 0
-        sizes = entries * entry_bytes
-        padded = (sizes + 7) // 8 * 8
-        ends = padded.cumsum(axis=0)
-        before = ends - padded
-        over = before + sizes > self._room
-        if over.any():
-            section, source = (int(index[0]) for index in over.nonzero())
-            raise ProtocolError(
-                f"stage III: {names[section]} of rank {source} is longer than the message that holds it"
-            )
-        before += self._cursor
-        self._cursor = self._cursor + ends[-1]
-        self._room = self._room - ends[-1]
-        return (
-            np.concatenate([before[:, :rank], home[0], before[:, rank + 1 :]], axis=1),
-            np.concatenate([sizes[:, :rank], home[1], sizes[:, rank + 1 :]], axis=1),
-        )
-
-
-def _checked(lengths: Int64s, columns: list[ColumnSchema]) -> None:
-    """Refuse lengths that are negative, or so large that their sums overflow. Shape [columns, n]."""
-    if not lengths.size:
-        return
-    if lengths.min() < 0 or lengths.max() > _MOST_ENTRIES // lengths.shape[1]:
-        wrong = (lengths < 0) | (lengths > _MOST_ENTRIES // lengths.shape[1])
-        name = columns[int(wrong.any(axis=1).argmax())].name
-        raise ProtocolError(f"stage III: the lengths of column {name!r} in a message cannot be")
 
 
 def unpack(
@@ -252,66 +192,121 @@ def unpack(
     Raises:
         ProtocolError: The lengths in a message cannot be.
     """
-    layout, total = schema.layout, int(num_samples.sum())
-    arrivals = Arrivals(received, sizes, rank)
-    home_at, home_bytes = sections.head_ranges(staying)
-    head_bytes = np.array([[layout.head_bytes]])
-    at, lengths = arrivals.read(["the heads"], num_samples[None], head_bytes, (home_at[None], home_bytes[None]))
-    words = gather_ranges(at[0], lengths[0], torch.int64).numpy().reshape(total, layout.head_bytes // 8)
-    outer = np.ascontiguousarray(words[:, layout.jagged_words].T)
-    _checked(outer, list(layout.jagged))
-    sums = np.empty((layout.num_rows, len(sizes)), np.int64)  # entries from each source
-    last = num_samples.cumsum()
-    sums[: len(outer)] = _sums(outer, last)
-    sums[-1] = num_samples
-    home = sections.ranges(staying)
-    levels: dict[str, tuple[torch.Tensor, ...]] = {
-        column.name: (torch.from_numpy(row),) for column, row in zip(layout.jagged, outer, strict=True)
-    }
-    num_inner = len(layout.nested)
-    if num_inner:
-        _unpack_inner(arrivals, layout, sums, (home[0][:num_inner], home[1][:num_inner]), levels)
-    columns = _unpack_heads(words, layout)
-    columns |= _unpack_bodies(arrivals, layout, sums, (home[0][num_inner:], home[1][num_inner:]), levels)
-    return JaggedBatch.of_checked({column.name: columns[column.name] for column in schema.columns}, total)
+    layout = schema.layout
+    heads = _join_heads(received, sizes, num_samples, sections.heads[staying], rank)
+    counted = np.ascontiguousarray(heads[:, : len(layout.counted)].T)
+    _check(counted, layout.counted)
+    entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
+    entries[:-1] = _sums(counted, _accumulate(num_samples))
+    entries[-1] = num_samples
+    counts = entries[layout.section_rows]
+    levels: Levels = {c.name: (torch.from_numpy(row),) for c, row in zip(layout.jagged, counted, strict=False)}
+    columns = _dense_columns(heads, layout)
+    if layout.sections:
+        starts = sizes.cumsum() - sizes + (received.data_ptr() or _ZEROS_AT)
+        read = 8 * heads.shape[1] * num_samples
+        at, num_bytes = _find(counts, starts + read, sizes - read, sections.ranges(staying), layout, rank)
+        flats = gather_parts(at, num_bytes, layout.section_dtypes)
+        _add_inner(levels, flats, counted, layout)
+        for section, flat, count in zip(layout.sections, flats, _sum(counts, axis=1).tolist(), strict=True):
+            if not section.is_inner:
+                values = _as_values(flat, section.column, count)
+                columns[section.column.name] = Column(values, levels.get(section.column.name, ()))
+    return JaggedBatch.of_checked({name: columns[name] for name in schema.names}, len(heads))
+
+
+def _join_heads(received: torch.Tensor, sizes: Int64s, num_samples: Int64s, home: Int64s, rank: int) -> Int64s:
+    """The heads of all samples of this rank, `home` being those of the ones that stayed. Shape [total, words]."""
+    width = home.shape[1]
+    arrived = num_samples.copy()
+    arrived[rank] = 0
+    before = _accumulate(arrived) - arrived
+    total = int(before[-1] + arrived[-1])
+    if not total:
+        return home
+    if (short := 8 * width * arrived > sizes).any():
+        raise ProtocolError(f"stage III: the heads of rank {int(short.argmax())} are longer than their message")
+    first = (_accumulate(sizes) - sizes) // 8 - before * width  # word where the head of sample 0 would be
+    starts = first.repeat(arrived) + np.arange(0, total * width, width) if width else np.zeros(total, np.int64)
+    heads = received.numpy().view(np.int64)[starts.reshape(-1, 1) + np.arange(width)]
+    return np.concatenate([heads[: before[rank]], home, heads[before[rank] :]])
+
+
+def _check(lengths: Int64s, columns: Sequence[ColumnSchema]) -> None:
+    """Refuse lengths that are negative, or so large that their sums overflow. Shape [columns, n]."""
+    if not lengths.size:
+        return
+    unsigned, most = lengths.view(np.uint64), _MOST_ENTRIES // lengths.shape[1]  # negative ones are huge without sign
+    if _most(unsigned, axis=None) > most:
+        name = columns[int((unsigned > most).any(axis=1).argmax())].name
+        raise ProtocolError(f"stage III: the lengths of column {name!r} in a message cannot be")
 
 
 def _sums(lengths: Int64s, last: Int64s) -> Int64s:
     """Sums over consecutive groups that end before `last`. Shapes [columns, n], [groups] to [columns, groups]."""
     ends = np.zeros((len(lengths), lengths.shape[1] + 1), np.int64)
-    lengths.cumsum(axis=1, out=ends[:, 1:])
+    _accumulate(lengths, axis=1, out=ends[:, 1:])
     upto = ends[:, last]
     upto[:, 1:] -= upto[:, :-1].copy()
     return upto
 
 
-def _unpack_inner(
-    arrivals: Arrivals,
-    layout: Layout,
-    sums: Int64s,
-    home: tuple[Int64s, Int64s],
-    levels: dict[str, tuple[torch.Tensor, ...]],
-) -> None:
-    """Add the inner lengths to the levels of nested columns, and their sums to the table."""
-    num_inner = len(layout.nested)
-    names = [f"column {column.name!r}" for column, _ in layout.nested]
-    counts = sums[layout.section_rows[:num_inner]]
-    at, sizes = arrivals.read(names, counts, layout.entry_bytes[:num_inner], home)
-    gathered = gather_parts(at, sizes, [torch.int64] * num_inner)
-    for k, ((column, j), lengths) in enumerate(zip(layout.nested, gathered, strict=True)):
-        inner = lengths.numpy()[None]
-        _checked(inner, [column])
-        sums[len(layout.jagged) + k] = _sums(inner, sums[j].cumsum())
+def _find(
+    counts: Int64s, starts: Int64s, room: Int64s, home: tuple[Int64s, Int64s], layout: Layout, rank: int
+) -> tuple[Int64s, Int64s]:
+    """Find the sections in the messages of all sources, with the samples that stayed home in their place.
+
+    Args:
+        counts: Entries of each section from each source; what it says of this rank is not used. Shape
+            [sections, world_size].
+        starts: Address of the first section from each source. Shape [world_size].
+        room: Bytes from there to the end of the message. Shape [world_size].
+        home: Addresses and sizes of this rank's own samples. Each of shape [sections, n].
+        layout: The sections.
+        rank: This rank.
+
+    Returns:
+        Address and size of the bytes of each section. Each of shape [sections, ranges].
+
+    Raises:
+        ProtocolError: A message ends before.
+    """
+    # Never more than one over the room of any message, so that no sum overflows.
+    entries = np.minimum(counts, room // np.maximum(layout.entry_bytes, 1) + 1)
+    entries[:, rank] = 0
+    sizes = entries * layout.entry_bytes
+    padded = (sizes + 7) // 8 * 8
+    before = _accumulate(padded) - padded
+    over = before + sizes > room
+    if over[:, :rank].any() or over[:, rank + 1 :].any():
+        over[:, rank] = False
+        section, source = (int(index[0]) for index in over.nonzero())
+        name = layout.section_names[section]
+        raise ProtocolError(f"stage III: {name} of rank {source} is longer than the message that holds it")
+    before += starts
+    return (
+        np.concatenate([before[:, :rank], home[0], before[:, rank + 1 :]], axis=1),
+        np.concatenate([sizes[:, :rank], home[1], sizes[:, rank + 1 :]], axis=1),
+    )
+
+
+def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> None:
+    """Add the inner lengths to the levels of nested columns, if they add up to what the heads say of each sample."""
+    for (column, j), lengths, total in zip(layout.nested, flats, counted[len(layout.jagged) :], strict=False):
+        inner = lengths.numpy()
+        _check(inner[None], [column])
+        if not np.array_equal(_offsets(inner)[_accumulate(counted[j])], _accumulate(total)):
+            raise ProtocolError(f"stage III: the lengths of column {column.name!r} in a message do not add up")
         levels[column.name] = (*levels[column.name], lengths)
 
 
-def _unpack_heads(words: Int64s, layout: Layout) -> dict[str, Column]:
+def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:
     """The narrow dense columns."""
-    heads = words.view(np.uint8).reshape(len(words), layout.head_bytes)
+    as_bytes = heads.view(np.uint8)
     columns: dict[str, Column] = {}
     for column, start in layout.narrow:
-        part = np.ascontiguousarray(heads[:, start : start + column.row_bytes]).reshape(-1)
-        columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(words)))
+        part = np.ascontiguousarray(as_bytes[:, start : start + column.row_bytes]).reshape(-1)
+        columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(heads)))
     return columns
 
 
@@ -320,25 +315,3 @@ def _as_values(flat: torch.Tensor, column: ColumnSchema, count: int) -> torch.Te
     if flat.dtype != column.torch_dtype:
         flat = flat.view(column.torch_dtype)
     return flat.view(count, *column.shape) if column.shape else flat
-
-
-def _unpack_bodies(
-    arrivals: Arrivals,
-    layout: Layout,
-    sums: Int64s,
-    home: tuple[Int64s, Int64s],
-    levels: dict[str, tuple[torch.Tensor, ...]],
-) -> dict[str, Column]:
-    """The columns that have a section for their values."""
-    num_inner = len(layout.nested)
-    bodies = layout.sections[num_inner:]
-    if not bodies:
-        return {}
-    counts = sums[layout.section_rows[num_inner:]]
-    names = [f"column {section.column.name!r}" for section in bodies]
-    at, sizes = arrivals.read(names, counts, layout.entry_bytes[num_inner:], home)
-    flats = gather_parts(at, sizes, [section.column.torch_dtype for section in bodies])
-    return {
-        section.column.name: Column(_as_values(flat, section.column, count), levels.get(section.column.name, ()))
-        for section, flat, count in zip(bodies, flats, counts.sum(axis=1).tolist(), strict=True)
-    }

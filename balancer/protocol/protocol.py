@@ -17,13 +17,14 @@ from torch import Tensor
 
 from ...transport import Pending, Transport, TransportError
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
-from ..plan import Partitioner, WorldSamples
+from ..plan import Partitioner, WorldSamples, reads_candidate_lengths
 from ..report import Report, Traffic
-from .header import CANDIDATES, PAYLOAD, UIH, LocalStep, State, WorldStep, encode
+from .gather import Gather
+from .header import CANDIDATES, PAYLOAD, UIH, LocalStep, State, WorldStep, encode, message_words, write
 from .history import History
 from .schema import Schema, describe_difference
 from .selection import Selection
-from .shuffle import PARTITIONER_FAILED, Shuffle
+from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, Shuffle
 from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
@@ -66,6 +67,7 @@ class Protocol:
         self._measured = measured
         self._history = History(transport.world_size)
         self._capacity = 0
+        self._lengths = self._notes = Gather(transport, NOTE_WORDS)
         self._receive_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def run(self, local: LocalBatch) -> Outcome:
@@ -115,6 +117,7 @@ class Protocol:
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
         said = LocalStep(self.step, self.epoch, local.state, capacity, text=local.text)
         said.options_digest = self._selection.digest
+        said.reads_candidates = reads_candidate_lengths(self.partitioner)
         said.seconds_step, said.seconds = self._measured()
         if local.schema is not None:
             said.batch_size = len(local.samples)
@@ -208,22 +211,30 @@ class Protocol:
         while True:
             said = self._say(local, self._capacity)
             said.samples = local.samples
-            if said.schema_digest == self.schema.digest:
+            if local.schema is not None and said.schema_digest == self.schema.digest:
                 said.items = local.items
-            work = self.transport.all_gather(encode(said, num_columns, num_gathered))
+            num_words = message_words(num_columns, self._capacity, num_gathered)
+            if len(self._lengths.message) != num_words:
+                self._lengths = Gather(self.transport, num_words)
+            write(self._lengths.message, said, num_columns)
+            work = self._lengths.post()
             yield Posted("gather_lengths", work)
-            gathered = self._wait(work, "stage I (gather lengths)")
+            gathered = self._wait(work, "stage I (gather lengths)").numpy().copy()
             world = WorldStep(gathered, self.transport.world_size, num_columns, num_gathered)
             self._check_agreement(world)
             if self._end(world) is None:
                 self._check_schemas(world)
-            if int(world.batch_size.max()) <= self._capacity:
+            largest = int(world.batch_size.max())
+            if largest <= self._capacity:
                 return world
-            self._capacity = int(world.batch_size.max())
+            self._capacity = largest
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
-        wrong = (world.state == State.HAS_BATCH) & (world.batch_size > 0) & (world.schema_digest != self.schema.digest)
+        differs = world.schema_digest != self.schema.digest
+        if not differs.any():
+            return
+        wrong = (world.state == State.HAS_BATCH) & (world.batch_size > 0) & differs
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
             raise SchemaMismatch(f"columns of rank {rank} changed at step {self.step}; they were {self.schema.columns}")
@@ -241,10 +252,10 @@ class Protocol:
     # ---- stage II
 
     def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[Posted, None, Tensor]:
-        """Stage II: content lengths of all candidates. Nothing to do when no column is nested."""
+        """Stage II: content lengths of all candidates. Nothing to do when no column is nested or nobody reads them."""
         assert self.schema is not None
         name = self._selection.nested_column(self.schema)
-        if name is None:
+        if name is None or not world.reads_candidates.any():
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
@@ -252,7 +263,7 @@ class Protocol:
         if name != self._selection.candidate_column(self.schema):
             sizes = yield from self._gather_sizes(len(ours))
         else:
-            sizes = np.bincount(world.origin, world.samples[:, CANDIDATES], world.world_size).astype(np.int64)
+            sizes = np.bincount(world.origin(), world.samples[:, CANDIDATES], world.world_size).astype(np.int64)
         work = self.transport.all_gather(ours, sizes)
         yield Posted("gather_candidates", work)
         return self._wait(work, "stage II (gather candidate lengths)")
@@ -294,9 +305,9 @@ class Protocol:
         clock.lap("shuffle")
         if known is not None:
             self._history.add(step, known, shuffle.owners)
-        items = dict(zip(self.schema.names, world.items.sum(axis=0).tolist(), strict=True))
+        items = dict(zip(self.schema.names, np.add.reduce(world.items).tolist(), strict=True))
         told = world.samples
-        traffic = Traffic.of(world.world_size, world.origin, shuffle.owners, told[:, UIH], told[:, PAYLOAD])
+        traffic = Traffic.of(world.world_size, shuffle.origin, shuffle.owners, told[:, UIH], told[:, PAYLOAD])
         size, rank = self.transport.world_size, self.transport.rank
         report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
         return Outcome(columns, report)
@@ -308,7 +319,7 @@ class Protocol:
         seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
         return WorldSamples(
             world_size=world.world_size,
-            rank=torch.from_numpy(world.origin.copy()),
+            rank=torch.from_numpy(world.origin()),
             uih_lengths=uih,
             num_candidates=candidates,
             candidate_lengths=candidate_lengths,
@@ -321,7 +332,8 @@ class Protocol:
 
     def _agree(self, shuffle: Shuffle) -> Generator[Posted, None, None]:
         """Plan, pack, and exchange digests, so that every rank knows that all have the same plan before data moves."""
-        work = self.transport.all_gather(shuffle.prepare(self.partitioner))
+        shuffle.prepare(self.partitioner, self._notes.message)
+        work = self._notes.post()
         yield Posted("plan", work)
         notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
         if (failed := notes[:, 0].nonzero()[0]).size:

@@ -83,11 +83,13 @@ class Layout:
 
     Attributes:
         head_bytes: Size of a head, a multiple of 8.
-        jagged: Columns with lengths. The outer one is a word of the head.
-        jagged_words: Which word. Shape [len(jagged)], int64.
-        narrow: Dense columns in the head, with their first byte.
+        jagged: Columns with lengths.
         nested: Columns with inner lengths, each with its number among the jagged ones.
+        counted: The column of each row of the table but the last. A head begins with its sample's entries of these.
+        narrow: Dense columns in the head, with their first byte.
         sections: What follows the heads: inner lengths first, then values.
+        section_names: What errors call each section.
+        section_dtypes: What the bytes of each section are.
         section_rows: Row of the table that counts the entries of each section. Shape [len(sections)], int64.
         entry_bytes: Size of an entry of each section. Shape [len(sections), 1], int64.
         column_rows: Row of the table that counts the values of each column of the schema, int64.
@@ -96,10 +98,12 @@ class Layout:
 
     head_bytes: int
     jagged: tuple[ColumnSchema, ...]
-    jagged_words: Int64s
-    narrow: tuple[tuple[ColumnSchema, int], ...]
     nested: tuple[tuple[ColumnSchema, int], ...]
+    counted: tuple[ColumnSchema, ...]
+    narrow: tuple[tuple[ColumnSchema, int], ...]
     sections: tuple[Section, ...]
+    section_names: tuple[str, ...]
+    section_dtypes: tuple[torch.dtype, ...]
     section_rows: Int64s
     entry_bytes: Int64s
     column_rows: Int64s
@@ -108,21 +112,17 @@ class Layout:
     @classmethod
     def of(cls, columns: tuple[ColumnSchema, ...]) -> Layout:
         """Lay out the heads, then the sections."""
-        words: list[int] = []
-        narrow: list[tuple[ColumnSchema, int]] = []
-        end = 0
-        for column in columns:
-            if column.num_levels:
-                words.append(end // 8)
-                end += 8
-            elif column.row_bytes <= _NARROW_BYTES:
-                narrow.append((column, end))
-                end += (column.row_bytes + 7) // 8 * 8
         jagged = tuple(column for column in columns if column.num_levels)
         nested = tuple((column, j) for j, column in enumerate(jagged) if column.num_levels == 2)
-        rows = {column.name: j for j, column in enumerate(jagged)}
-        inner_rows = {column.name: len(jagged) + k for k, (column, _) in enumerate(nested)}
-        value_rows = [(rows | inner_rows).get(column.name, len(jagged) + len(nested)) for column in columns]
+        counted = (*jagged, *(column for column, _ in nested))
+        narrow: list[tuple[ColumnSchema, int]] = []
+        end = 8 * len(counted)
+        for column in columns:
+            if not column.num_levels and column.row_bytes <= _NARROW_BYTES:
+                narrow.append((column, end))
+                end += (column.row_bytes + 7) // 8 * 8
+        rows = {column.name: row for row, column in enumerate(counted)}  # of nested columns the inner one
+        value_rows = [rows.get(column.name, len(counted)) for column in columns]
         in_head = {column.name for column, _ in narrow}
         bodies = [(c, row) for c, row in zip(columns, value_rows, strict=True) if c.name not in in_head]
         sections = [Section(column, True, 8) for column, _ in nested]
@@ -130,10 +130,12 @@ class Layout:
         return cls(
             end,
             jagged,
-            np.array(words, np.int64),
-            tuple(narrow),
             nested,
+            counted,
+            tuple(narrow),
             tuple(sections),
+            tuple(f"column {section.column.name!r}" for section in sections),
+            tuple(torch.int64 if section.is_inner else section.column.torch_dtype for section in sections),
             np.array([*(j for _, j in nested), *(row for _, row in bodies)], np.int64),
             np.array([[section.entry_bytes] for section in sections], np.int64).reshape(-1, 1),
             np.array(value_rows, np.int64),
@@ -143,7 +145,7 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Rows of the table of entries."""
-        return len(self.jagged) + len(self.nested) + 1
+        return len(self.counted) + 1
 
 
 @dataclass(frozen=True)

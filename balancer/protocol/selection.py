@@ -90,7 +90,7 @@ class Selection:
                 uih += _lengths_of(batch, name)
         if (name_or_none := self.candidate_column(schema)) is not None:
             candidates[:] = _lengths_of(batch, name_or_none)
-        if words.min(initial=0) < 0:
+        if words.size and np.minimum.reduce(words, axis=None) < 0:
             for argument, lengths in (("lengths", uih), ("candidates", candidates)):
                 if lengths.min() < 0:
                     raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")

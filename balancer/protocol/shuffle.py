@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,17 +50,19 @@ class Shuffle:
         self._world = world
         self._work_out_samples = samples
         self._local = sections
+        self.origin = world.origin()
         self.buffer = buffer
         self.owners: Int64s = np.zeros(0, np.int64)
         self.error: BaseException | None = None
 
-    def prepare(self, partitioner: Partitioner) -> Tensor:
+    def prepare(self, partitioner: Partitioner, note: Int64s) -> None:
         """Plan, allocate and pack. What goes wrong is told to all ranks, before any data moves.
 
-        Returns:
-            This rank's note to all: status, digest of the plan, error text. Shape [NOTE_WORDS], int64.
+        Args:
+            partitioner: Plans.
+            note: Becomes what this rank tells all: status, digest of the plan, error text. Shape [NOTE_WORDS].
         """
-        note = np.zeros(NOTE_WORDS, np.int64)
+        note.fill(0)
         status = PREPARING_FAILED
         try:
             samples, local = self._work_out_samples(), self._local
@@ -78,39 +79,37 @@ class Shuffle:
             note[2] = len(encoded)
             note[3:].view(np.uint8)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         note[0], note[1] = status, self._digest()
-        return torch.from_numpy(note)
 
     def _digest(self) -> int:
-        return int.from_bytes(hashlib.sha256(self.owners.tobytes()).digest()[:8], "little", signed=True)
+        return int.from_bytes(hashlib.blake2b(self.owners.data, digest_size=8).digest(), "little", signed=True)
 
     def _size_and_pack(self) -> None:
         world, rank, size = self._world, self._transport.rank, self._transport.world_size
-        last = int(world.ends[rank])
-        first = last - int(world.batch_size[rank])
+        first = int(world.batch_size[:rank].sum())
+        last = first + int(world.batch_size[rank])
         mine, payload = self.owners[first:last], world.samples[:, PAYLOAD]
         coming = (self.owners == rank).nonzero()[0]
-        sources = world.origin[coming]
+        sources = self.origin[coming]
         self._staying = (mine == rank).nonzero()[0]
-        num_sent = np.bincount(mine, minlength=size)
-        self._num_received = np.bincount(sources, minlength=size)
-        self._sent = self._message_sizes(np.bincount(mine, weights=payload[first:last], minlength=size), num_sent, rank)
-        self._received = self._message_sizes(
-            np.bincount(sources, weights=payload[coming], minlength=size), self._num_received, rank
+        counts = np.array([np.bincount(mine, minlength=size), np.bincount(sources, minlength=size)])
+        num_bytes = np.array(
+            [
+                np.bincount(mine, weights=payload[first:last], minlength=size),
+                np.bincount(sources, weights=payload[coming], minlength=size),
+            ]
         )
-        needed = int(self._received.sum())
-        if self.buffer.shape[0] < needed:
-            self.buffer = torch.empty(needed * 5 // 4, dtype=torch.uint8, device="cpu")
+        messages = message_bytes(self._schema, num_bytes.astype(np.int64), counts)
+        messages[:, rank] = 0  # what stays is in no message
+        self._num_received = counts[1]
+        self._sent, self._received = messages
+        self._needed = int(self._received.sum())
+        if self.buffer.shape[0] < self._needed:
+            self.buffer = torch.empty(self._needed * 5 // 4, dtype=torch.uint8, device="cpu")
         self._packed = pack(self._sections, mine, rank, self._sent)
-
-    def _message_sizes(self, payload: NDArray[Any], num_samples: Int64s, rank: int) -> Int64s:
-        """Bytes of the message to or from each rank; none for this one."""
-        sizes = message_bytes(self._schema, payload.astype(np.int64), num_samples)
-        sizes[rank] = 0
-        return sizes
 
     def post(self) -> Pending:
         """Put the messages on their way."""
-        received = self.buffer[: int(self._received.sum())]
+        received = self.buffer[: self._needed]
         return self._transport.all_to_all(self._packed, self._sent, self._received, out=received)
 
     def finish(self, received: Tensor) -> JaggedBatch:

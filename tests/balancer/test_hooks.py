@@ -18,7 +18,16 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.nodes import IterableWrapper as NodeWrapper
 from torchdata.nodes import Loader
 
-from freescale.balancer import BalancerNode, Column, JaggedBatch, PeerClosed, PeerFailed, attach, balance
+from freescale.balancer import (
+    BalancerNode,
+    Column,
+    JaggedBatch,
+    PeerClosed,
+    PeerFailed,
+    attach,
+    balance,
+    greedy_batch_size,
+)
 from freescale.transport import Transport, connect
 
 from rank_threads import run_in_threads
@@ -286,7 +295,7 @@ def test_nodes_and_datapipes_can_be_attached_too() -> None:
 
 def test_work_at_hooks_has_names_in_a_trace() -> None:
     trainer = Trainer()
-    loader = balance(Batches(4), connect("local"), "uih")
+    loader = balance(Batches(4), connect("local"), "uih", lambda world: greedy_batch_size(world))
     with (
         attach(loader, trainer.model, trainer.optimizer),
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace,

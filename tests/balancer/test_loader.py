@@ -12,14 +12,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from freescale.balancer import (
+    CostModel,
     JaggedBatch,
     PeerClosed,
     SchemaMismatch,
+    VariableBatchSize,
     WorldSamples,
     balance,
+    capped,
     greedy_batch_size,
+    grouped,
+    keep_together,
 )
 from freescale.balancer.batches.batch import Column
+from freescale.balancer.plan import Cost
 from freescale.transport import Transport, connect
 
 from loaded_batches import Batches, all_ids, assert_threads, batch_of, collect, ids_of
@@ -153,6 +159,40 @@ def test_reports_tell_what_moved_and_items_of_the_whole_batch() -> None:
         with pytest.raises(ValueError, match="label"):
             of_step[0].loss_scale("labels")
         assert set(of_step[0].seconds) == {"load", "gather_lengths", "gather_candidates", "plan", "shuffle"}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_lengths_of_candidates_are_told_to_partitioners_that_do_not_say_that_they_do_not_read_them(reads: bool) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def partition(world: WorldSamples) -> Tensor:
+        seen.append((world.num_candidates.tolist(), world.candidate_lengths.tolist()))
+        return greedy_batch_size(world)
+
+    if not reads:
+        partition.__dict__["reads_candidate_lengths"] = False
+
+    def run(transport: Transport) -> int:
+        counts, lengths = torch.tensor([2, 1]), torch.tensor([3, 0, 4]) + transport.rank
+        nested = Column(torch.zeros(int(lengths.sum())), (counts, lengths))
+        batch = JaggedBatch({"uih": Column(torch.arange(2), (torch.tensor([1, 1]),)), "candidate": nested}, 2)
+        (out,) = list(balance([batch], transport, "uih", partition))
+        return len(out["candidate"].values)
+
+    assert sum(run_in_threads(2, run)) == 7 + 10
+    assert seen == 2 * [([2, 1, 2, 1], [3, 0, 4, 4, 1, 5] if reads else [])]
+
+
+def test_partitioners_read_lengths_of_candidates_if_what_they_hold_does() -> None:
+    def by_candidates(world: WorldSamples) -> Tensor:
+        return world.num_candidates.double()
+
+    held: list[Cost] = [CostModel(), by_candidates]
+    for reads, cost in enumerate(held):
+        for partitioner in (greedy_batch_size(cost=cost), VariableBatchSize(cost=cost)):
+            for nested in (partitioner, grouped(capped(partitioner, max_tokens=9), 2), keep_together(partitioner, "a")):
+                assert nested.reads_candidate_lengths == bool(reads)
+    assert not greedy_batch_size.reads_candidate_lengths
 
 
 def test_unequal_sample_counts_without_reading_a_scale_warn_once() -> None:

@@ -128,3 +128,20 @@ def test_a_message_whose_lengths_lie_is_an_error(lie: int) -> None:
             message, np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
             np.zeros(0, np.int64), schema, 1,
         )  # fmt: skip
+
+
+def test_inner_lengths_that_do_not_add_up_to_what_the_heads_say_are_an_error() -> None:
+    nested = Column(torch.arange(6), (torch.tensor([2, 1]), torch.tensor([1, 2, 3])))
+    batch = JaggedBatch({"content": nested}, 2)
+    schema = Schema.of(batch)
+    sections = Sections(batch, schema)
+    size = message_bytes(schema, sections.payload_bytes().sum()[None], np.array([2]))
+    message = pack(sections, np.array([1, 1]), 0, np.array([0, size[0]]))
+    words = message.view(torch.int64)
+    assert words[:7].tolist() == [2, 3, 1, 3, 1, 2, 3], "outer lengths and sums of the inner ones, then inner lengths"
+    words[5], words[6] = 3, 2  # as many values as before, but shared out otherwise
+    with pytest.raises(ProtocolError, match="'content' in a message do not add up"):
+        unpack(
+            message, np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
+            np.zeros(0, np.int64), schema, 1,
+        )  # fmt: skip

@@ -38,6 +38,21 @@ def check_an_all_gather_of_equal_blocks_is_in_rank_order(transport: Transport) -
         assert same_bytes(out, torch.cat(blocks)), dtype
 
 
+def check_the_same_gather_again_moves_what_its_tensors_hold_by_then(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    block, out = torch.zeros(3, 2, dtype=torch.int32), torch.empty(3 * n, 2, dtype=torch.int32)
+    other = torch.empty_like(out)
+    for step in range(6):
+        block.fill_(100 * step + rank)
+        target = other if step == 4 else out
+        expected = 100 * step + torch.arange(n, dtype=torch.int32).repeat_interleave(3)[:, None].expand(-1, 2)
+        assert torch.equal(transport.all_gather(block, out=target).wait(), expected)
+        assert torch.equal(target, expected)
+    block.resize_(1, 2).fill_(rank)  # the same tensor in the same memory, with fewer rows
+    out.resize_(n, 2)
+    assert transport.all_gather(block, out=out).wait()[:, 0].tolist() == list(range(n))
+
+
 def check_an_all_gather_of_uneven_blocks_allows_empty_ones(transport: Transport) -> None:
     sizes = [(rank * 3) % 5 for rank in range(transport.world_size)]
     for trailing in [(), (1,), (3, 2), (0,), (2, 0, 3)]:
