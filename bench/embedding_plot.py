@@ -32,7 +32,7 @@ def draw(report: Report, path: Path) -> None:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
     links = report.links()
-    varied = {link: cells for link in links if len(cells := _alike(report, link, "cut")) > 1}
+    varied = {link: cells for link in links if len(cells := report.series(link, "ratio")) > 1}
     columns = max(1, len(varied))
     layout: list[Any] = [[link] * columns for link in links]
     layout += [[f"ratios {link}" for link in varied]] if varied else []
@@ -40,7 +40,7 @@ def draw(report: Report, path: Path) -> None:
     with picture(path, 14.5, 3.3 * len(layout) + 0.6, title) as figure:
         panels = figure.subplot_mosaic(layout)
         for link in links:
-            cells = _alike(report, link, "ratio")
+            cells = report.series(link, "cut")
             _draw_cuts(panels[link], report, link, cells)
             panels[link].set_title(f"over {link}, {100 * cells[0].ratio:g} % of distinct rows collide", pad=20)
         for link, cells in varied.items():
@@ -50,18 +50,6 @@ def draw(report: Report, path: Path) -> None:
         for axes in panels.values():
             shown |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(5, len(shown)))
-
-
-def _alike(report: Report, link: str, same: str) -> list[Cell]:
-    """Workloads like the first, but for the cut (with the same ratio) or for the ratio (with the same cut)."""
-    cells = [cell for cell in report.cells(link) if cell.recurring == "spread"]
-    other = {"ratio": "cut", "cut": "ratio"}[same]
-    kept = [
-        cell
-        for cell in cells
-        if cell.num_tables == cells[0].num_tables and getattr(cell, same) == getattr(cells[0], same)
-    ]
-    return sorted(kept, key=lambda cell: float(getattr(cell, other)))
 
 
 def _draw_cuts(axes: Any, report: Report, link: str, cells: Sequence[Cell]) -> None:

@@ -90,6 +90,16 @@ class Report:
         """Workloads measured over a link, in order."""
         return list(dict.fromkeys(Cell(**each["cell"]) for each in self.of_kind("measurement", link=link)))
 
+    def series(self, link: str, varied: str) -> list[Cell]:
+        """The longest row of workloads that differ in their "cut" or "ratio" alone, ascending; of equals the first."""
+        other = {"ratio": "cut", "cut": "ratio"}[varied]
+        groups: dict[tuple[object, int], list[Cell]] = {}
+        for cell in self.cells(link):
+            if cell.recurring == "spread":
+                groups.setdefault((getattr(cell, other), cell.num_tables), []).append(cell)
+        longest = max(groups.values(), key=len, default=[])
+        return sorted(longest, key=lambda cell: float(getattr(cell, varied)))
+
     def contenders(self, link: str, cell: Cell) -> list[str]:
         """Contenders measured there, in the order of `TITLES`."""
         found = {each["contender"] for each in self.of_kind("measurement", link=link, cell=vars(cell))}
@@ -285,14 +295,10 @@ def _comparison(report: Report, link: str, cell: Cell) -> list[str]:
 
 
 def _linearity(report: Report, link: str) -> list[str]:
-    cells = report.cells(link)
-    if not cells:
-        return []
     points = []
-    for cell in cells:
-        alike = (cell.cut, cell.num_tables, cell.recurring) == (cells[0].cut, cells[0].num_tables, "spread")
+    for cell in report.series(link, "ratio"):
         urgent = report.urgent_bytes(cell)
-        if alike and urgent is not None and "prioritized" in report.contenders(link, cell):
+        if urgent is not None and "prioritized" in report.contenders(link, cell):
             found = report.measured(link, cell, "prioritized")
             if found.parts:
                 points.append((urgent / 1e6, found.exposed_ms))

@@ -104,6 +104,16 @@ def test_a_line_is_fitted_through_exposed_time_over_urgent_bytes() -> None:
     assert "0.25 ms + 2.000 ms for each MB of urgent traffic, R² 1.000 over 3 ratios" in line
 
 
+def test_cuts_and_ratios_of_several_runs_make_the_longest_rows() -> None:
+    cells = [Cell(2000, 0.05), Cell(8000, 0.05), Cell(8000, 1.0), Cell(8000, 0.0), Cell(21000, 0.05)]
+    cells += [Cell(9000, 0.05, num_tables=2), Cell(8000, 0.5, recurring="popular")]
+    found = [record("measurement", 0, cell=vars(cell)) for cell in cells]
+    report = Report(SIZES, found, [], [])
+    assert [cell.cut for cell in report.series("nvlink", "cut")] == [2000, 8000, 21000]
+    assert [cell.ratio for cell in report.series("nvlink", "ratio")] == [0.0, 0.05, 1.0]
+    assert report.series("sockets", "ratio") == []
+
+
 def test_weights_that_differ_are_a_fault() -> None:
     fields = ("first_weights", "last_weights", "first_loss", "last_loss")
     alike = {"contender": "sdd", **dict.fromkeys(fields, 1e-7)}
