@@ -91,29 +91,29 @@ def _state(pid: int) -> str:
     return ""
 
 
-def start(folder: Path, timeout_s: float, body: Callable[[Transport], None]) -> Run:
+def start(folder: Path, timeout_s: float, body: Callable[[Transport], None], world_size: int = WORLD_SIZE) -> Run:
     """Fork the ranks of a run. In the children, which call `body`, this ends with the process."""
     folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pids = []
-    for rank in range(WORLD_SIZE):
+    for rank in range(world_size):
         if (pid := os.fork()) == 0:
-            body(become_rank(rank, port, folder, timeout_s))
+            body(become_rank(rank, world_size, port, folder, timeout_s))
             sys.exit(0)
         pids.append(pid)
     return Run(folder, pids)
 
 
-def become_rank(rank: int, port: int, folder: Path, timeout_s: float) -> Transport:
+def become_rank(rank: int, world_size: int, port: int, folder: Path, timeout_s: float) -> Transport:
     """What a forked process does first: it is like a rank that torchrun has started, in a session of its own."""
     os.setsid()
     said = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     faulthandler.dump_traceback_later(LIMIT_S - 5)
     torch.distributed.init_process_group("gloo")
     return connect("process_group", timeout_s=timeout_s)

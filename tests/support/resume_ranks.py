@@ -1,6 +1,7 @@
-"""Trains in processes of which rank 1 is killed, then goes on with new ones: python resume_ranks.py FOLDER MOMENT…
+"""Trains in processes of which rank 1 is killed, then goes on with new ones: python resume_ranks.py FOLDER CASE…
 
-A moment is twice a step, before its files are saved, or one more, after that. Runs of several moments go on at once.
+A case is a moment: twice a step, before its files are saved, or one more, after that; and, after colons, the numbers of
+ranks before and after, if they are not three, as in 5:4:2. Several cases go on at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,53 +20,75 @@ import torch._dynamo  # as in fault_ranks
 
 from freescale.transport import Transport
 
-from fault_ranks import AT_ONCE, WORLD_SIZE, Run, start
+from fault_ranks import AT_ONCE, Run, start
 from fault_training import IN_TROUBLE
-from resume_training import train_saving, write_samples
+from resume_training import WORLD_SIZE, train_saving, write_samples
 
 TIMEOUT_S = 10.0
 
 
-def body(folder: Path, moment: int | None, transport: Transport) -> None:
-    """One rank; rank 1 ends at the moment."""
+@dataclass(frozen=True)
+class Case:
+    """What happens in a folder.
+
+    Attributes:
+        folder: Its name is the case's.
+        moment: When rank 1 is killed; None for never.
+        before: Number of ranks until then.
+        after: Number of ranks that go on.
+    """
+
+    folder: Path
+    moment: int | None = None
+    before: int = WORLD_SIZE
+    after: int = WORLD_SIZE
+
+
+def read_case(folder: Path, text: str) -> Case:
+    """Read it from the command line."""
+    return Case(folder / text, *map(int, text.split(":")))
+
+
+def body(case: Case, turn: int, transport: Transport) -> None:
+    """One rank; rank 1 ends at the moment, in the first turn."""
 
     def die(now: int) -> None:
-        if transport.rank == IN_TROUBLE and now == moment:
+        if turn == 0 and transport.rank == IN_TROUBLE and now == case.moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train_saving(transport, folder, die)
+    train_saving(transport, case.folder, die, case.before)
 
 
-def begin(folder: Path, moment: int | None, turn: int) -> Run:
+def begin(case: Case, turn: int) -> Run:
     """Start the ranks, for the first time or again."""
-    return start(folder / f"turn-{turn}", TIMEOUT_S, partial(body, folder, moment if turn == 0 else None))
+    world_size = case.before if turn == 0 else case.after
+    return start(case.folder / f"turn-{turn}", TIMEOUT_S, partial(body, case, turn), world_size)
 
 
-def main(folder: Path, moments: list[int]) -> None:
+def main(folder: Path, cases: list[str]) -> None:
     """See the module's text; what goes wrong in a run that nobody kills is shown."""
     write_samples(folder / "data.parquet")
-    waiting: list[tuple[Path, int | None, int]] = [(folder / "whole", None, 1)]
-    waiting += [(folder / str(moment), moment, 0) for moment in moments]
-    for place, _, _ in waiting:
-        place.mkdir()
-        shutil.copy(folder / "data.parquet", place)
-    running: list[tuple[Run, Path, int | None, int]] = []
+    waiting = [(Case(folder / "whole"), 1), *((read_case(folder, text), 0) for text in cases)]
+    for case, _ in waiting:
+        case.folder.mkdir()
+        shutil.copy(folder / "data.parquet", case.folder)
+    running: list[tuple[Run, Case, int]] = []
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
-            entry = waiting.pop(0)
-            running.append((begin(*entry), *entry))
+            case, turn = waiting.pop(0)
+            running.append((begin(case, turn), case, turn))
         for one in list(running):
-            run, place, moment, turn = one
+            run, case, turn = one
             run.look()
-            if len(run.codes) == WORLD_SIZE:
+            if len(run.codes) == len(run.pids):
                 running.remove(one)
                 if turn == 0 and -signal.SIGKILL in run.codes.values():
-                    waiting.append((place, moment, 1))
+                    waiting.append((case, 1))
                 elif turn == 0 or any(run.codes.values()):
-                    sys.exit("\n".join((run.folder / f"{rank}.txt").read_text() for rank in range(WORLD_SIZE)))
+                    sys.exit("\n".join(path.read_text() for path in sorted(run.folder.glob("*.txt"))))
         time.sleep(0.02)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), [int(moment) for moment in sys.argv[2:]])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from freescale.balancer import JaggedBatch, balance, read_parquet
+from freescale.balancer import JaggedBatch, balance, read_parquet, reshard
 from freescale.embedding import PrioritizedEmbeddingCollection, RowwiseAdagrad, Table
 from freescale.transport import Transport
 
@@ -99,6 +100,16 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.ids = list(state["ids"])
 
+    def load_those_of_others(self, states: list[dict[str, Any]], tables: Path) -> None:
+        """Go on from the states of all ranks of another number of them, and what their tables saved."""
+        loaders = reshard([state["loader"] for state in states], self._transport.world_size)
+        self.loader.load_state_dict(loaders[self._transport.rank])
+        self.tables.load_sharded(tables)
+        self.dense.load_state_dict(states[0]["dense"])
+        # It keeps tensors as they are, which must not be those of other ranks that are threads.
+        self._optimizer.load_state_dict(copy.deepcopy(states[0]["optimizer"]))
+        self.ids = [k for state in states for k in state["ids"]] if self._transport.rank == 0 else []
+
     def weights(self) -> dict[str, Tensor]:
         """This rank's rows of the tables."""
         return {
@@ -121,29 +132,43 @@ def save(state: dict[str, Any], path: Path) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
-def newest_common_step(folder: Path) -> int | None:
+def newest_common_step(saves: Path, world_size: int) -> int | None:
     """The last step that every rank has saved."""
-    steps = [{int(path.stem.split("-")[1]) for path in folder.glob(f"{rank}-*.pt")} for rank in range(WORLD_SIZE)]
+    steps = [{int(path.stem.split("-")[1]) for path in saves.glob(f"{rank}-*.pt")} for rank in range(world_size)]
     return max(set.intersection(*steps), default=None)
 
 
-def train_saving(transport: Transport, folder: Path, die: Callable[[int], None] = lambda step: None) -> None:
-    """Go on from the newest files, if there are any; save after every step; leave `RANK-end.pt` at the end.
+def go_on(trainer: Trainer, saves: Path, saved_by: int, rank: int, world_size: int) -> None:
+    """Load the newest files, if there are any."""
+    step = newest_common_step(saves, saved_by)
+    if step is not None and saved_by == world_size:
+        trainer.load_state_dict(torch.load(saves / f"{rank}-{step}.pt", weights_only=True))
+    elif step is not None:
+        states = [torch.load(saves / f"{old}-{step}.pt", weights_only=True) for old in range(saved_by)]
+        trainer.load_those_of_others(states, saves / f"tables-{step}")
+
+
+def train_saving(
+    transport: Transport, folder: Path, die: Callable[[int], None] = lambda step: None, saved_by: int = WORLD_SIZE
+) -> None:
+    """Go on from the newest files, if there are any; save after every step; leave `end-RANK.pt` at the end.
 
     Args:
         transport: This rank's.
         folder: Holds data.parquet; the files go there.
         die: Called before and after each save.
+        saved_by: Number of ranks that have saved the files.
     """
     trainer = Trainer(transport, folder / "data.parquet")
-    step = newest_common_step(folder)
+    go_on(trainer, folder / f"by-{saved_by}", saved_by, transport.rank, transport.world_size)
     transport.all_gather(torch.zeros(1)).wait()  # all have looked before any saves
-    if step is not None:
-        trainer.load_state_dict(torch.load(folder / f"{transport.rank}-{step}.pt", weights_only=True))
+    saves = folder / f"by-{transport.world_size}"
+    saves.mkdir(exist_ok=True)
 
     def after_step(trainer: Trainer, step: int, loader_state: dict[str, Any]) -> bool:
         die(2 * step)
-        save(trainer.state_dict(loader_state), folder / f"{transport.rank}-{step}.pt")
+        trainer.tables.save_sharded(saves / f"tables-{step}")
+        save(trainer.state_dict(loader_state), saves / f"{transport.rank}-{step}.pt")
         die(2 * step + 1)
         return False
 
