@@ -58,7 +58,7 @@ def column_from_arrow(name: str, data: Any, fill_value: FillValue = None) -> Col
     """
     chunks = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
     if not chunks:
-        chunks = [pa.array([], data.type)]
+        chunks = [pa.nulls(0, data.type)]  # of any type, other than pa.array
     columns, start = [], 0
     for chunk in chunks:
         try:

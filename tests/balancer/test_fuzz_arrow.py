@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -100,3 +101,25 @@ def test_a_stream_with_any_bytes_changed_is_read_or_refused(changes: list[tuple[
         return
     for name in batch.names:
         batch[name].to_list()
+
+
+UNION = pa.sparse_union([pa.field("a", pa.int64())])
+TYPES = [
+    *(pa.null(), pa.bool_(), pa.int64(), pa.string(), pa.string_view(), pa.binary(4), pa.timestamp("s")),
+    *(pa.decimal128(5, 2), pa.month_day_nano_interval(), pa.struct([("a", pa.int32())]), UNION, pa.list_(UNION)),
+    *(pa.dense_union([pa.field("a", pa.int64())]), pa.map_(pa.string(), pa.int64()), pa.list_(pa.int64(), 3)),
+    *(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int8(), pa.list_(pa.int64()))),
+    *(pa.run_end_encoded(pa.int32(), pa.int64()), pa.fixed_shape_tensor(pa.int32(), [2, 2])),
+]
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_a_column_of_any_type_without_a_row_is_taken_or_refused_by_name(kind: Any) -> None:
+    for chunks in ([], [pa.nulls(0, kind)], [pa.nulls(1, kind).slice(1)]):
+        got, refusal = [], ""
+        try:
+            got = column_from_arrow("x", pa.chunked_array(chunks, kind)).to_list()
+        except ValueError as error:
+            refusal = str(error)
+        assert got == []
+        assert not refusal or "column 'x'" in refusal
