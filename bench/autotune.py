@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -20,10 +19,10 @@ from ..balancer.partitioners.cost import CostModel
 from ..balancer.partitioners.partition import greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples
-from .arguments import output_file, output_folder
+from .arguments import output_file, output_folder, status_of, write_figures
 from .environment import environment
 from .lengths import length_source
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 
 @dataclass(frozen=True)
@@ -108,49 +107,101 @@ PARTITIONERS: dict[str, Callable[[], Partitioner]] = {
 }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a partitioner does when seconds arrive late.
+
+    Attributes:
+        partitioner: Its name.
+        cost: What seconds grow with.
+        delay: Steps by which they arrive late.
+        first: Imbalance of the first step.
+        settled: From which step on it stays under 5 %; None if it never does.
+        largest: Of the last hundred steps.
+        median: Of the same.
+    """
+
+    partitioner: str
+    cost: str
+    delay: int
+    first: float
+    settled: int | None
+    largest: float
+    median: float
+
+
+def judge(partitioner: str, cost: str, delay: int, found: list[float]) -> Outcome:
+    """Boil the imbalance of every step down.
+
+    Example:
+        >>> judge("mine", "L", 0, [0.3, 0.2] + [0.01] * 100).settled
+        2
+    """
+    over = [step for step, value in enumerate(found) if value > 0.05]
+    settled = over[-1] + 1 if over else 0
+    last = found[-100:]
+    kept = settled if settled < len(found) else None
+    return Outcome(partitioner, cost, delay, found[0], kept, max(last), float(np.median(last)))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0; argparse ends a mistake with 2."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.autotune",
         description="Simulate a cluster with one slow rank and seconds that arrive late; print how even times become.",
         epilog="example:\n  python -m freescale.bench.autotune --delays 1 2 3 5 --results bench/results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--delays", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="steps seconds arrive late")
-    parser.add_argument("--steps", type=int, default=150, help="at least 101; the last 100 are judged (default 150)")
-    parser.add_argument("--slowness", type=float, default=1.3, help="of one rank (default 1.3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
+    add = parser.add_argument
+    add("--delays", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], metavar="N", help="steps seconds arrive late")
+    add("--steps", type=int, default=150, help="at least 101; the last 100 are judged (default 150)")
+    add("--slowness", type=float, default=1.3, help="of one rank (default 1.3)")
+    add("--seed", type=int, default=0, help="of the noise (default 0)")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw how even times become (needs matplotlib)")
+    add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
     if options.steps < 101 or options.slowness <= 0 or min(options.delays) < 0:
         parser.error("--steps must be at least 101, --slowness positive and --delays not negative")
-    console = Console()
-    tables = [_simulate(options, square, console) for square in (0.0, 1e-4)]
+    return status_of(lambda: _run(options, Console()))
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    if options.plot is not None:
+        from .autotune_plot import draw  # before the work, so that a missing library shows at once
+    outcomes = [each for square in (0.0, 1e-4) for each in _simulate(options, square, console)]
+    title = f"Imbalance of true seconds, one of 64 ranks {options.slowness:g} x as slow"
+    costs = dict.fromkeys(each.cost for each in outcomes)
+    tables = [_table(f"{title}, cost {cost}", [each for each in outcomes if each.cost == cost]) for cost in costs]
     for table in tables:
         print_table(table, console)
     if options.json is not None:
-        found = [{"title": table.title, "columns": list(table.columns), "rows": table.rows} for table in tables]
-        options.json.write_text(json.dumps({"environment": environment(), "tables": found}, indent=1) + "\n")
+        write_figures(options.json, {"environment": environment(), "outcomes": [asdict(each) for each in outcomes]})
+    if options.plot is not None:
+        draw(outcomes, options.plot, title)
     if options.results is not None:
-        path = write_result(options.results, "autotune", "Autotune with a slow rank", environment(), tables)
+        shown = picture_beside(options.plot, options.results, "imbalance")
+        path = write_result(options.results, "autotune", "Autotune with a slow rank", environment(), [*shown, *tables])
         console.print(f"written to {path}")
-    return 0
 
 
-def _simulate(options: argparse.Namespace, square: float, console: Console) -> Table:
-    kind = "L + L²/10,000" if square else "L"
-    columns = ["partitioner", "seconds late", "first step", "steps to 5%", "largest of last 100", "median of last 100"]
-    table = Table(f"Imbalance of true seconds, one of 64 ranks {options.slowness:g} x as slow, cost {kind}", columns)
+def _simulate(options: argparse.Namespace, square: float, console: Console) -> list[Outcome]:
+    cost, found = "L + L²/10,000" if square else "L", list[Outcome]()
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         for name, make in progress.track(PARTITIONERS.items(), description="simulating"):
             for delay in options.delays:
                 cluster = Cluster(delay=delay, slowness=options.slowness, square=square)
-                found = closed_loop(make(), cluster, options.steps, options.seed)
-                over = [step for step, value in enumerate(found) if value > 0.05]
-                last = found[-100:]
-                settled = "-" if over and over[-1] == len(found) - 1 else f"{over[-1] + 1 if over else 0}"
-                table.add(name, f"{delay}", f"{found[0]:.3f}", settled, f"{max(last):.4f}", f"{np.median(last):.4f}")
+                found.append(judge(name, cost, delay, closed_loop(make(), cluster, options.steps, options.seed)))
+    return found
+
+
+def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
+    columns = ["partitioner", "seconds late", "first step", "steps to 5%", "largest of last 100", "median of last 100"]
+    table = Table(title, columns)
+    for each in outcomes:
+        settled = "-" if each.settled is None else f"{each.settled}"
+        figures = (f"{each.first:.3f}", settled, f"{each.largest:.4f}", f"{each.median:.4f}")
+        table.add(each.partitioner, f"{each.delay}", *figures)
     return table
 
 

@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", metavar="A,B,…", help="columns to read (default: all that can be)")
     add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the timelines there (default demo.png in --output)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
     return parser
@@ -210,7 +211,7 @@ def _write(options: argparse.Namespace, settings: Settings, runs: dict[str, Any]
     """Write the picture, and the results and all measurements when asked for."""
     from .timeline import draw_timelines
 
-    picture = options.output / "demo.png"
+    picture = options.plot or options.output / "demo.png"
     draw_timelines(
         picture,
         compute_seconds(runs["as_loaded"]),

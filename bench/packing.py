@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from torch import Tensor
 from ..balancer.batches.batch import Column, JaggedBatch
 from ..balancer.protocol.payload import Sections, message_bytes, pack
 from ..balancer.protocol.schema import Schema
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .environment import environment
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _EPILOG = """examples:
   python -m freescale.bench.packing
@@ -50,7 +49,7 @@ class Outcome:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.packing",
         description="Time the packing of jagged samples into one message a rank, against a plain copy.",
@@ -72,10 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=at_least_one, default=25, help="times each is done (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and destinations (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw the rates (needs matplotlib)")
     parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
+    return status_of(lambda: _run(options, Console()))
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    if options.plot is not None:
+        from .packing_plot import draw  # before the work, so that a missing library shows at once
     torch.set_num_threads(1)
-    console = Console()
     cases = [
         (mean, samples, columns) for mean in options.mean for samples in options.samples for columns in options.columns
     ]
@@ -87,19 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
     table = _table(outcomes)
     print_table(table, console)
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"environment": environment(), "outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n"
-        )
+        write_figures(options.json, {"environment": environment(), "outcomes": [asdict(o) for o in outcomes]})
+    if options.plot is not None:
+        draw(outcomes, options.plot)
     if options.results is not None:
-        path = write_result(
-            options.results,
-            "packing",
-            "Packing samples into messages",
-            environment(("torch", "numpy", "pyarrow", "fbgemm-gpu-cpu")),
-            [_EPILOG.partition("\n\n")[2], table],
-        )
+        about = environment(("torch", "numpy", "pyarrow", "fbgemm-gpu-cpu"))
+        shown = picture_beside(options.plot, options.results, "rates of packing")
+        parts: list[Table | str] = [_EPILOG.partition("\n\n")[2], *shown, table]
+        path = write_result(options.results, "packing", "Packing samples into messages", about, parts)
         console.print(f"written to {path}")
-    return 0
 
 
 def measure(

@@ -26,7 +26,7 @@ from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source
 from .partitioners import load_partitioner
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _EPILOG = """examples:
   python -m freescale.bench.partition --lengths lognormal --max-length 21000 --world-size 64 256
@@ -140,7 +140,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             f"Times are of one process on one thread, median and range of {options.repeats} plans after the first two. "
             "Straggler percentages are means over the global batches, with the least and the most."
         )
-        path = write_result(options.results, "partition", "Partitioners compared", environment(), [note, *parts])
+        shown = picture_beside(options.plot, options.results, "waiting and plan time")
+        about: list[Table | str] = [note, *shown, *parts]
+        path = write_result(options.results, "partition", "Partitioners compared", environment(), about)
         console.print(f"written to {path}")
 
 

@@ -108,7 +108,7 @@ def _embedding(found: Found) -> str:
             if each.parts
         ]
         said.append(f"{link}, {cell.title}: exposed ms (bubble): {', '.join(shown)}")
-    return "; ".join(said)
+    return "\n".join(said)
 
 
 def _end_to_end(found: Found) -> str:
@@ -120,7 +120,7 @@ def _end_to_end(found: Found) -> str:
         shown = [f"{row.bubble:.1f} ms ({name})" for name, row in at.items() if row is not None and row.traced]
         if len(shown) > 1 and not cell.even:
             said.append(f"{link}, {cell.title}: bubble {', '.join(shown)}")
-    return f"{world_size} GPUs; " + "; ".join(said or ["nothing traced of two to compare"])
+    return f"{world_size} GPUs; " + "\n".join(said or ["nothing traced of two to compare"])
 
 
 def _overall(found: Found) -> str:

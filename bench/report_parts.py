@@ -94,7 +94,7 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
         Part("ne_parity", "Does training stay the same?", "Figure 11, normalized entropy",
              ("--ranks", "2", "--steps", "24") if quick else (), limit_s=400),
         Part("simulate", "And on thousands of ranks?", "Figures 8(c), 9 and 11, simulated",
-             (*compute, *known, *small, *check), simulated=True),
+             (*compute, *known, *small, *check), limit_s=600, simulated=True),
     ]  # fmt: skip
     return [part for part in parts if importlib.util.find_spec(f"{__package__}.{part.name}") is not None]
 

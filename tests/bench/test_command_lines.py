@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 STARTED_BY_OTHERS = {
@@ -27,6 +29,13 @@ COMMANDS = sorted(
     {path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text()} - STARTED_BY_OTHERS - NO_COMMAND
 )
 WITHOUT_JSON = {"report"}  # it writes a folder, with the figures of its parts
+WITHOUT_PLOT = {
+    "loader_overhead",  # a handful of figures
+    "report",  # it has the pictures of its parts
+    "soak",  # what it shows is that nothing changes
+    "straggler_trace",  # for a trace there is Perfetto
+    "trace_report",
+}
 READ_ONLY = {"report", "straggler_trace", "trace_report"}
 
 MISTAKES = [
@@ -72,6 +81,7 @@ def test_help_has_an_example_and_says_how_to_keep_the_figures(command: str, caps
     assert f"usage: python -m freescale.bench.{command} " in said
     assert f"python -m freescale.bench.{command}" in said.partition("example")[2]
     assert command in WITHOUT_JSON or "--json" in said
+    assert (command in WITHOUT_PLOT) != ("--plot" in said)
 
 
 @pytest.mark.parametrize(("command", "arguments", "message"), MISTAKES)
@@ -107,6 +117,29 @@ def test_a_folder_for_results_is_made(tmp_path: Path) -> None:
     few = ["--world-size", "2", "--batch-size", "4", "--no-reference", "--repeats", "1"]
     assert run("partition", [*few, "--json", str(tmp_path / "new" / "found.json")]) == 0
     assert (tmp_path / "new" / "found.json").stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("autotune", ["--delays", "0", "2", "--steps", "101"]),
+        ("packing", ["--mean", "50", "--samples", "8", "--destinations", "2", "4", "--repeats", "1"]),
+        ("partition", ["--world-size", "2", "4", "--batch-size", "4", "--no-reference", "--repeats", "1"]),
+    ],
+)
+def test_a_picture_is_drawn_and_shown_in_the_result_beside_it(
+    command: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    try:
+        files = ["--plot", str(tmp_path / "seen.png"), "--json", str(tmp_path / "seen.json")]
+        assert run(command, [*arguments, *files, "--results", str(tmp_path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "seen.json").read_text())["environment"]
+    (result,) = tmp_path.glob("*.md")
+    assert "](seen.png)" in result.read_text()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
