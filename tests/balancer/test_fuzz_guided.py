@@ -1,0 +1,37 @@
+"""A coverage-guided fuzzer finds nothing in what reads messages and states, but does find a hidden fault."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+SCRIPT = Path(__file__).parents[1] / "support" / "guided_fuzz.py"
+SECONDS = 25
+FOUND = 77  # libFuzzer's status for a target that raises
+
+
+def fuzz(target: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("atheris", reason="atheris is not installed: pip install -r requirements/fuzz.txt")
+    command = [sys.executable, str(SCRIPT), target, str(SECONDS), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.parametrize("target", ["header", "schema", "batch_type", "payload", "arrow", "plan", "states"])
+def test_bytes_that_are_led_to_new_code_are_read_or_refused(target: str, tmp_path: Path) -> None:
+    done = fuzz(target, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "stat::number_of_executed_units" in done.stderr, done.stderr[-3000:]
+
+
+def test_a_fault_behind_eight_branches_is_found(tmp_path: Path) -> None:
+    done = fuzz("planted", tmp_path)
+    assert done.returncode == FOUND, done.stderr[-3000:]
+    (found,) = tmp_path.glob("crash-*")
+    assert found.read_bytes().startswith(b"freescal")
