@@ -56,20 +56,25 @@ def column_from_arrow(name: str, data: Any, fill_value: FillValue = None) -> Col
     Raises:
         ValueError: A null, naming its row; a type that is no column; a fill value that does not fit the type.
     """
-    chunks = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
-    if not chunks:
-        chunks = [pa.nulls(0, data.type)]  # of any type, other than pa.array
     columns, start = [], 0
-    for chunk in chunks:
-        try:
+    try:
+        for chunk in _chunks(data):
             columns.append(_column(name, chunk, fill_value))
-        except _NullFound as null:
-            raise ValueError(
-                f"column {name!r} has {null.what} at row {start + null.row}; give fill_value= to replace nulls "
-                f"(numbers by it, lists by empty ones)"
-            ) from None
-        start += len(chunk)
+            start += len(chunk)
+    except _NullFound as null:
+        raise ValueError(
+            f"column {name!r} has {null.what} at row {start + null.row}; give fill_value= to replace nulls "
+            f"(numbers by it, lists by empty ones)"
+        ) from None
+    except (KeyError, pa.ArrowNotImplementedError) as error:  # KeyError: Arrow has it, its Python does not
+        raise ValueError(f"column {name!r} is of Arrow type {data.type}; {_what_to_do(data.type)}") from error
     return concat_samples(columns)
+
+
+def _chunks(data: Any) -> list[Any]:
+    """At least one array, which may be empty."""
+    chunks: list[Any] = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
+    return chunks or [pa.nulls(0, data.type)]  # of any type, other than pa.array
 
 
 def _column(name: str, array: Any, fill: FillValue) -> Column:
