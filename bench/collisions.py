@@ -18,7 +18,7 @@ from .arguments import at_least_one, output_file, output_folder, status_of, writ
 from .collision_ratio import Collisions, collisions
 from .environment import environment
 from .id_source import IdSource, id_source
-from .tables import Table, print_table, write_result
+from .tables import Table, picture_beside, print_table, write_result
 
 _EPILOG = """\
 examples:
@@ -84,7 +84,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         write_figures(options.json, {"environment": environment(), "outcomes": [asdict(o) for o in outcomes]})
     if options.results is not None:
         title = "Rows that consecutive batches share"
-        path = write_result(options.results, "collisions", title, environment(), [_note(), *tables])
+        shown = picture_beside(options.plot, options.results, "collision ratios")
+        path = write_result(options.results, "collisions", title, environment(), [_note(), *shown, *tables])
         console.print(f"written to {path}")
 
 

@@ -80,13 +80,10 @@ def test_a_run_that_is_told_to_end_keeps_what_it_measured(tmp_path: Path, number
     assert "Interrupted: not all cases were measured." in report.read_text()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("limit", ["--limit-s", "--minutes"])
 def test_no_case_starts_after_the_time_given(limit: str, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    try:
-        assert kernels.main(["--device", "cpu", limit, "0", "--results", str(tmp_path)]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert kernels.main(["--device", "cpu", limit, "0", "--results", str(tmp_path)]) == 0
     (report,) = tmp_path.glob("*-kernels-cpu.md")
     assert "###" not in report.read_text()
     assert "Interrupted" in report.read_text()

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 STARTED_BY_OTHERS = {
@@ -127,15 +126,12 @@ def test_a_folder_for_results_is_made(tmp_path: Path) -> None:
         ("partition", ["--world-size", "2", "4", "--batch-size", "4", "--no-reference", "--repeats", "1"]),
     ],
 )
+@pytest.mark.usefixtures("one_thread")
 def test_a_picture_is_drawn_and_shown_in_the_result_beside_it(
     command: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threads = torch.get_num_threads()
-    try:
-        files = ["--plot", str(tmp_path / "seen.png"), "--json", str(tmp_path / "seen.json")]
-        assert run(command, [*arguments, *files, "--results", str(tmp_path)]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    files = ["--plot", str(tmp_path / "seen.png"), "--json", str(tmp_path / "seen.json")]
+    assert run(command, [*arguments, *files, "--results", str(tmp_path)]) == 0
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "seen.json").read_text())["environment"]
     (result,) = tmp_path.glob("*.md")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,18 +32,10 @@ from freescale.bench.simulate_traffic import (
     with_collisions,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 # no latency and 1e9 bytes a second inside hosts and between them, so that sums by hand stay readable
 PLAIN = Cluster(2, 1.0, 1.0, 1.0, latency_us=0, peer_us=0, round_us=0, device_gb_s=1e9, host_ms=3.0, gap_ms=0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the command does it: on a busy machine threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def even_traffic(world_size: int, asked: float, colliding: float, repeats: float = 1.0) -> Traffic:

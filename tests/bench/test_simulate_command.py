@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from freescale.bench import simulate
 from freescale.bench.compute_fit import ComputeFit
@@ -18,16 +16,8 @@ from freescale.bench.simulate_step import TECHNIQUES
 
 from measured_steps import embedding_records, step_records
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the command does it: on a busy machine threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_simulated_steps_are_put_beside_measured_ones(tmp_path: Path) -> None:

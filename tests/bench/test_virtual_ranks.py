@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,9 @@ from freescale.bench.lengths import length_source
 from freescale.bench.virtual_rank_timing import ModelSize, RankTimer, measure_plans, reference_step
 from freescale.bench.virtual_study import AS_LOADED, COST_MODEL, FLOOR, Outcome, Point, Scale, Study, points
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ModelSize(width=8, num_heads=2, num_layers=1, dim=4)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class FormulaTimer(RankTimer):
