@@ -56,6 +56,7 @@ def column_from_arrow(name: str, data: Any, fill_value: FillValue = None) -> Col
     Raises:
         ValueError: A null, naming its row; a type that is no column; a fill value that does not fit the type.
     """
+    _refuse_type(name, data.type)
     columns, start = [], 0
     try:
         for chunk in _chunks(data):
@@ -66,15 +67,28 @@ def column_from_arrow(name: str, data: Any, fill_value: FillValue = None) -> Col
             f"column {name!r} has {null.what} at row {start + null.row}; give fill_value= to replace nulls "
             f"(numbers by it, lists by empty ones)"
         ) from None
-    except (KeyError, pa.ArrowNotImplementedError) as error:  # KeyError: Arrow has it, its Python does not
-        raise ValueError(f"column {name!r} is of Arrow type {data.type}; {_what_to_do(data.type)}") from error
+    except pa.ArrowNotImplementedError as error:
+        raise _wrong_type(name, data.type) from error
     return concat_samples(columns)
+
+
+def _refuse_type(name: str, kind: Any) -> None:
+    """Refuse what is no column before its arrays are touched: of some types not even an empty one is made safely."""
+    if isinstance(kind, pa.BaseExtensionType):
+        _refuse_type(name, kind.storage_type)
+    elif pa.types.is_dictionary(kind) or pa.types.is_fixed_size_list(kind) or _is_list(kind):
+        _refuse_type(name, kind.value_type)
+    elif pa.types.is_temporal(kind):
+        if pa.types.is_interval(kind):
+            raise _wrong_type(name, kind)
+    elif not (_is_text(kind) or pa.types.is_fixed_size_binary(kind) or pa.types.is_boolean(kind) or kind in _DTYPES):
+        raise _wrong_type(name, kind)
 
 
 def _chunks(data: Any) -> list[Any]:
     """At least one array, which may be empty."""
     chunks: list[Any] = data.chunks if isinstance(data, pa.ChunkedArray) else [data]
-    return chunks or [pa.nulls(0, data.type)]  # of any type, other than pa.array
+    return chunks or [pa.nulls(0, data.type)]
 
 
 def _column(name: str, array: Any, fill: FillValue) -> Column:
@@ -100,7 +114,11 @@ def _column(name: str, array: Any, fill: FillValue) -> Column:
         )
     if kind in _DTYPES:
         return _primitive(name, array, _DTYPES[kind], fill)
-    raise ValueError(f"column {name!r} is of Arrow type {kind}; {_what_to_do(kind)}")
+    raise _wrong_type(name, kind)
+
+
+def _wrong_type(name: str, kind: Any) -> ValueError:
+    return ValueError(f"column {name!r} is of Arrow type {kind}; {_what_to_do(kind)}")
 
 
 def _refuse_damage(name: str, array: Any) -> None:

@@ -105,6 +105,7 @@ def test_a_stream_with_any_bytes_changed_is_read_or_refused(changes: list[tuple[
 
 UNION = pa.sparse_union([pa.field("a", pa.int64())])
 TYPES = [
+    *(pa.sparse_union([]), pa.list_(pa.sparse_union([]))),  # of which Arrow makes no empty array, but a crash
     *(pa.null(), pa.bool_(), pa.int64(), pa.string(), pa.string_view(), pa.binary(4), pa.timestamp("s")),
     *(pa.decimal128(5, 2), pa.month_day_nano_interval(), pa.struct([("a", pa.int32())]), UNION, pa.list_(UNION)),
     *(pa.dense_union([pa.field("a", pa.int64())]), pa.map_(pa.string(), pa.int64()), pa.list_(pa.int64(), 3)),
@@ -115,7 +116,8 @@ TYPES = [
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_a_column_of_any_type_without_a_row_is_taken_or_refused_by_name(kind: Any) -> None:
-    for chunks in ([], [pa.nulls(0, kind)], [pa.nulls(1, kind).slice(1)]):
+    made = [] if "sparse_union<>" in str(kind) else [[pa.nulls(0, kind)], [pa.nulls(1, kind).slice(1)]]
+    for chunks in ([], *made):
         got, refusal = [], ""
         try:
             got = column_from_arrow("x", pa.chunked_array(chunks, kind)).to_list()
