@@ -148,8 +148,25 @@ def save_sharded(engine: Engine, folder: Path) -> None:
         tables[table] = {"first": first, "step": engine.shards[group].step, "tensors": copies}
     target = folder / f"rank_{engine.rank}_of_{engine.world_size}.pt"
     partial = target.with_suffix(".partial")
-    torch.save(tables, partial)
+    _write(tables, partial)
     os.replace(partial, target)
+
+
+def _write(tables: dict[str, Any], path: Path) -> None:
+    """Write a file, or leave none.
+
+    Raises:
+        OSError: What the system said: of a full disk, torch alone tells of an unexpected position.
+    """
+    try:
+        with path.open("wb") as file:
+            torch.save(tables, file)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
 
 
 def _refuse_other_sizes(folder: Path, world_size: int) -> None:
