@@ -1,0 +1,96 @@
+"""Pinned memory of channels: a closed one's serves the next, a failed one's is freed when nobody holds the channel."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from freescale.transport import Transport, TransportError, pinned_slots
+from freescale.transport.staging import StagingEngine
+
+from device_contract import use_threads
+from host_streams import HostStreams
+from rank_threads import run_in_threads
+
+WINDOW_BYTES = 24 << 10  # no other test's, so that slots are not shared with it
+
+
+class CountedStreams(HostStreams):
+    """Streams whose pinned memory is counted for as long as it is there."""
+
+    made: list[weakref.ref[Tensor]] = []  # noqa: RUF012 - of all of them
+
+    def pinned(self, size: int) -> Tensor:
+        """See `Streams.pinned`."""
+        memory = super().pinned(size)
+        self.made.append(weakref.ref(memory))
+        return memory
+
+
+def num_pinned() -> int:
+    gc.collect()
+    return sum(each() is not None for each in CountedStreams.made)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_made() -> None:
+    CountedStreams.made.clear()
+
+
+def staged(transport: Transport, timeout_s: float) -> Transport:
+    engine = StagingEngine(transport.rank, 2, timeout_s, WINDOW_BYTES, lambda device: CountedStreams())
+    return use_threads(transport, engine)
+
+
+def exchange(lane: Transport) -> None:
+    rows = torch.arange(2000) + lane.rank
+    out = lane.all_to_all(rows, [1000, 1000], [1000, 1000]).wait()
+    assert out[0] == 1000 * lane.rank
+
+
+def await_given_back() -> None:
+    """Threads of closed channels give their memory back soon; both ranks are in this process."""
+    deadline = time.monotonic() + 20
+    while len(pinned_slots._idle.get((0, 2, WINDOW_BYTES), [])) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_channels_one_after_the_other_share_pinned_memory() -> None:
+    def run(transport: Transport) -> None:
+        ours = staged(transport, 20)
+        for number in range(6):
+            lane = ours.channel(f"lane {number}")
+            exchange(lane)
+            lane.close()
+            await_given_back()
+            ours.all_gather(torch.zeros(1)).wait()
+
+    run_in_threads(2, run, timeout_s=60)
+    assert num_pinned() <= 2 * 2 * 3  # of both ranks: that of the first channel and that of the others
+
+
+def test_pinned_memory_of_a_channel_that_failed_goes_with_it() -> None:
+    def run(transport: Transport) -> None:
+        ours = staged(transport, 1.0)
+        lane = ours.channel("late")
+        exchange(lane)
+        if transport.rank == 0:
+            lane.all_to_all(torch.zeros(2000), [1000, 1000], [1000, 1000]).wait()
+            time.sleep(2)  # the streams have been let go by then, and what arrived is worthless
+            with pytest.raises(TransportError):
+                lane.raise_if_failed()
+        else:
+            time.sleep(3)
+        lane.close()
+        ours.close()
+
+    run_in_threads(2, run, timeout_s=40)
+    deadline = time.monotonic() + 20
+    while num_pinned() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert num_pinned() == 0
