@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -77,8 +77,8 @@ def test_a_save_that_breaks_off_leaves_the_one_before_whole(tmp_path: Path, monk
     before = shard_of(tables)
     step(tables, 0, 1)
 
-    def full_disk(_: object, path: Path) -> None:
-        path.write_bytes(b"half a file")
+    def full_disk(_: object, file: BinaryIO) -> None:
+        file.write(b"half a file")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:

@@ -67,6 +67,7 @@ LONG = {
     "pause partitioner": "trained to the end",
     "raise loader": TOLD + "RuntimeError: on fire",
     "fill loader": TOLD + "OSError: .*No space left on device",
+    "fill optimizer": r"rank 1 failed.*: OSError: .*No space left on device",
     "spoil adapter": TOLD + "ValueError: the batch is of type dict, in the first batch it was JaggedBatch",
     "truncated file": r"rank 1 failed: ValueError: cannot read .*pages-1\.parquet as Parquet",
     "kill-first stage I": FIRST_GONE,
