@@ -239,7 +239,7 @@ class BalancedLoader(Generic[T]):
         if self._measure_lengths is not None:
             lengths = checked_lengths(self._measure_lengths(batch), columns.batch_size)
         sections = Sections(columns, self._schema)
-        samples = self._selection.sample_words(columns, self._schema, sections.payload_bytes(), lengths)
+        samples = self._selection.sample_words(sections, self._schema, lengths)
         return LocalBatch(State.HAS_BATCH, self._schema, sections, samples, sections.items)
 
     def _restore(self, protocol: Protocol, columns: JaggedBatch) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _OPTIONAL = ("num_candidates", "payload_bytes", "seconds", "seconds_step")
@@ -208,16 +209,21 @@ def validate_plan(owner: object, world: WorldSamples) -> Tensor:
         ...
         ValueError: the partitioner must give owner ranks in [0, 2), got 2 for sample 1
     """
+    return torch.from_numpy(check_plan(owner, world))
+
+
+def check_plan(owner: object, world: WorldSamples) -> NDArray[np.int64]:
+    """As `validate_plan`, but gives an array, which may share memory with `owner`."""
     if not isinstance(owner, Tensor):
         raise TypeError(f"the partitioner must return a torch.Tensor, got {type(owner).__name__}")
-    if owner.dtype == torch.bool or owner.is_floating_point() or owner.is_complex():
+    if owner.dtype == torch.bool or owner.dtype.is_floating_point or owner.dtype.is_complex:
         raise TypeError(f"the partitioner must return integers (int64), got {owner.dtype}")
     if owner.shape != (world.num_samples,):
         wanted = [world.num_samples]
         raise ValueError(f"the partitioner must return shape {wanted}, one owner a sample, got {list(owner.shape)}")
     if owner.dtype != torch.int64 or owner.device.type != "cpu":
         owner = owner.to("cpu", torch.int64)
-    numbers = owner.numpy()
+    numbers: NDArray[np.int64] = owner.numpy()
     # Negative numbers are huge ones without a sign.
     if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= world.world_size:
         sample = int(((numbers < 0) | (numbers >= world.world_size)).argmax())
@@ -225,4 +231,4 @@ def validate_plan(owner: object, world: WorldSamples) -> Tensor:
             f"the partitioner must give owner ranks in [0, {world.world_size}), "
             f"got {int(owner[sample])} for sample {sample}"
         )
-    return owner
+    return numbers

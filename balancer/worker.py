@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -33,11 +33,12 @@ from .source import Source
 
 @dataclass
 class Item:
-    """A balanced batch in the queue, and the state to go on from once it was handed out."""
+    """A balanced batch in the queue, and the state to go on from once it was handed out. `scraps`: see `Outcome`."""
 
     batch: Any
     report: Report
     state: dict[str, Any]
+    scraps: Sequence[object] = ()
 
 
 @dataclass
@@ -46,6 +47,28 @@ class End:
 
     error: BaseException | None
     state: dict[str, Any]
+
+
+class _Room:
+    """A semaphore in C: the one of `threading` takes dozens of calls in Python, from a trainer that waits for them."""
+
+    def __init__(self, size: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(size):
+            self._free.put(None)
+        self.acquire = self._free.get  # waits
+
+    def acquire_at_once(self) -> bool:
+        """As `acquire`, but false instead of waiting."""
+        try:
+            self._free.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Make room for one more."""
+        self._free.put(None)
 
 
 class Worker:
@@ -91,7 +114,7 @@ class Worker:
         self._epoch = epoch
         self._end_state = end_state
         # At hooks one is ready while the next is under way, or there would be nothing to do between two steps.
-        self._room = threading.Semaphore(max(prefetch, 2) if paced else prefetch)
+        self._room = _Room(max(prefetch, 2) if paced else prefetch)
         self._exhausted = exhausted
         self._error = error
         self._closing = False
@@ -132,7 +155,7 @@ class Worker:
                 stack.enter_context(self._driving)
             while self._thread is None and self.queue.empty() and not self._ended:
                 if self._posted is None:
-                    self._room.acquire(blocking=False)
+                    self._room.acquire_at_once()
                 self._resume()
         entry = self.queue.get()
         self._room.release()
@@ -179,7 +202,7 @@ class Worker:
 
     def _may_go_on(self, passing: Collection[str]) -> bool:
         if self._posted is None:
-            return "load" in passing and self._room.acquire(blocking=False)
+            return "load" in passing and self._room.acquire_at_once()
         return self._posted.stage in passing and self._posted.work.test()
 
     def _resume(self) -> None:
@@ -234,7 +257,7 @@ class Worker:
                 # Peers do not know, and wait in an exchange that this rank will not join.
                 self._protocol.transport.close()
             raise
-        self.queue.put(Item(batch, outcome.report, state))
+        self.queue.put(Item(batch, outcome.report, state, outcome.scraps))
         return True
 
     def _pull(self) -> tuple[LocalBatch, Any]:

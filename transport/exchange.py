@@ -54,6 +54,7 @@ class Exchange:
         ready: For CUDA tensors: comes when `source` may be read and `target` be written.
         chunks: For sources that become ready bit by bit; None when all of `source` is there.
         join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
+        waited_s: How long the last wait took, when the same exchange is begun again.
         prepared: What a backend worked out about it, for when the same exchange is begun again; see `Gathers`.
     """
 
@@ -75,6 +76,7 @@ class Exchange:
     ready: torch.cuda.Event | None = None
     join: Callable[[], object] | None = None
     chunks: Chunks | None = None
+    waited_s: float = 0.0
     prepared: tuple[list[object], list[object]] | None = None
 
     def outgoing(self, peer: int) -> Tensor:
@@ -264,7 +266,8 @@ def _lay_out(
     received: NDArray[np.int64],
     out: Tensor | None,
 ) -> Exchange:
-    if rows.requires_grad or rows.is_conj() or rows.is_neg() or not rows.is_contiguous():
+    may_be_lazy = rows.dtype.is_floating_point or rows.dtype.is_complex  # to ask is_conj() lets another thread run
+    if rows.requires_grad or (may_be_lazy and (rows.is_conj() or rows.is_neg())) or not rows.is_contiguous():
         rows = rows.detach().resolve_conj().resolve_neg().contiguous()
     received_at = received.cumsum()
     shape = (int(received_at[-1]), *rows.shape[1:])

@@ -173,9 +173,10 @@ class _MpiTicket:
     ) -> None:
         self._error_type = error_type
         self._parting = parting
+        self._exchange = exchange
         self._datatypes: list[MPI.Datatype] = []
         try:
-            self._request = self._gather(exchange, communicator) if gathers else self._exchange(exchange, communicator)
+            self._request = self._gather(communicator) if gathers else self._trade(communicator)
         except error_type as error:
             raise _translate(error) from error
         self.done = False
@@ -183,13 +184,15 @@ class _MpiTicket:
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
 
-    def _exchange(self, exchange: Exchange, communicator: MPI.Intracomm) -> MPI.Request:
+    def _trade(self, communicator: MPI.Intracomm) -> MPI.Request:
+        exchange = self._exchange
         sent, made = _message(exchange.source, exchange.sent_bytes, exchange.sent_at)
         received, also_made = _message(exchange.target, exchange.received_bytes, exchange.received_at)
         self._datatypes = made + also_made
         return communicator.Ialltoallw(sent, received)
 
-    def _gather(self, exchange: Exchange, communicator: MPI.Intracomm) -> MPI.Request:
+    def _gather(self, communicator: MPI.Intracomm) -> MPI.Request:
+        exchange = self._exchange
         if exchange.prepared is None:
             exchange.prepared = _gather_messages(exchange)
         return communicator.Iallgatherv(*exchange.prepared)
@@ -219,20 +222,21 @@ class _MpiTicket:
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
-        # Each look of another thread takes the interpreter from the trainer's, so such a thread naps for long from the
-        # first time on, and looks at little else. Peers that let us wait for long are busy themselves, or nap. Whoever
-        # waits has just polled.
+        # Each look of another thread takes the interpreter from the trainer's: such a thread naps for longer, and first
+        # for half of what it waited for in the step before. Peers that let us wait long are busy themselves, or nap.
         alone = threading.current_thread() is threading.main_thread()
         nap_s, longest_s, share = (_SHORTEST_NAP_S, _LONGEST_NAP_S, 16) if alone else _NAPS_BESIDE
+        if not alone:
+            nap_s = max(nap_s, min(self._exchange.waited_s / 2, longest_s))
         started = time.monotonic()
         waited_s = 0.0
         while waited_s < seconds:
             time.sleep(min(nap_s, seconds - waited_s))
-            if self._test():
+            is_done, now = self._test(), time.monotonic()
+            waited_s = self._exchange.waited_s = now - started
+            if is_done:
                 return True
-            now = time.monotonic()
             self._parting.raise_if_a_peer_failed(now)
-            waited_s = now - started
             nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
         return False
 
@@ -244,10 +248,9 @@ def _gather_messages(exchange: Exchange) -> tuple[list[object], list[object]]:
     """Describe what is sent and received to Iallgatherv."""
     from mpi4py import MPI
 
-    counts = exchange.received_bytes.copy()
+    counts = exchange.received_bytes.astype(np.intc)
     counts[exchange.rank] = exchange.kept_bytes
-    places = exchange.received_at.astype(np.intc)
-    received = [exchange.target.numpy(), counts.astype(np.intc), places, MPI.BYTE]
+    received = [exchange.target.numpy(), counts, exchange.received_at.astype(np.intc), MPI.BYTE]
     return [exchange.source.numpy(), exchange.kept_bytes, MPI.BYTE], received
 
 
@@ -259,8 +262,9 @@ def _message(
 
     types = [MPI.BYTE] * len(sizes)
     made: list[MPI.Datatype] = []
-    if memory.nbytes <= _LARGEST_COUNT:
-        return [memory.numpy(), sizes.tolist(), starts.tolist(), types], made
+    if memory.nbytes <= _LARGEST_COUNT:  # not by NumPy: to free its view of a tensor lets another thread run
+        view = MPI.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
+        return [view, sizes.tolist(), starts.tolist(), types], made
     far = np.flatnonzero((sizes > 0) & (starts + sizes > _LARGEST_COUNT))
     counts, displacements = sizes, np.where(sizes > 0, starts, 0)
     if len(far):

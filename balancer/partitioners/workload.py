@@ -77,16 +77,22 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
     Raises:
         ValueError: The cost has another shape than [num_samples], or a value that is negative or not finite.
     """
-    given = cost(world) if world.cost is None else world.cost
-    if given.shape != (world.num_samples,):
-        raise ValueError(f"cost must give shape [{world.num_samples}], one value a sample, got {list(given.shape)}")
-    costs = given.numpy() if given.dtype == torch.float64 else given.double().numpy()
+    if cost is uih_length and world.cost is None:  # without a tensor: to free one lets go of the interpreter
+        costs: Floats = world.uih_lengths.numpy().astype(np.float64)
+    else:
+        costs = _costs(cost(world) if world.cost is None else world.cost, world)
     if len(costs) and not (np.minimum.reduce(costs) >= 0 and np.maximum.reduce(costs) < np.inf):
         sample = int(np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))[0])
         raise ValueError(f"cost must be finite and not negative, got {costs[sample]} for sample {sample}")
     if _knows_ranks(cost):
         return Workload(costs, cost.speeds(world).double().numpy(), float(cost.overhead(world)))
     return Workload(costs, np.ones(world.world_size))
+
+
+def _costs(given: Tensor, world: WorldSamples) -> Floats:
+    if given.shape != (world.num_samples,):
+        raise ValueError(f"cost must give shape [{world.num_samples}], one value a sample, got {list(given.shape)}")
+    return given.numpy() if given.dtype == torch.float64 else given.double().numpy()
 
 
 def _knows_ranks(cost: Cost) -> TypeIs[RankCost]:

@@ -18,6 +18,7 @@ class Gather:
 
     Attributes:
         message: What this rank says; to be written while nothing is on the way. Shape [num_words], int64.
+        gathered: What all said, once it has arrived. Shape [world_size, num_words], int64.
     """
 
     def __init__(self, transport: Transport, num_words: int) -> None:
@@ -25,7 +26,8 @@ class Gather:
         self.message: NDArray[np.int64] = np.zeros(num_words, np.int64)
         self._block = torch.from_numpy(self.message)
         self._out = torch.empty(transport.world_size * num_words, dtype=torch.int64, device="cpu")
+        self.gathered: NDArray[np.int64] = self._out.numpy().reshape(-1, num_words)
 
     def post(self) -> Pending:
-        """Put the message on its way. The next call overwrites what the transfer's `wait` gives."""
+        """Put the message on its way. What is gathered is overwritten."""
         return self._transport.all_gather(self._block, out=self._out)

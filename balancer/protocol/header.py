@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .quiet import count_to
 from .schema import MAX_SCHEMA_BYTES
 
 Int64s = NDArray[np.int64]
@@ -240,7 +241,7 @@ class WorldStep:
 
     def origin(self) -> Int64s:
         """Rank that loaded each sample. Shape [N]."""
-        return np.arange(self.world_size).repeat(self.batch_size)
+        return count_to(self.world_size).repeat(self.batch_size)
 
     @property
     def samples(self) -> Int64s:
@@ -254,7 +255,7 @@ class WorldStep:
         width = self._samples.shape[1]
         samples = self._samples.reshape(self.world_size * width, self._samples.shape[2])
         if _least(self.batch_size) < width:
-            present = np.arange(width) < self.batch_size[:, None]
+            present = count_to(width) < self.batch_size[:, None]
             samples = samples[present.reshape(-1)]
         told = samples[:, :_BASE_WORDS]
         if len(samples) and _most(told.view(np.uint64), axis=None) > _LARGEST:  # without a sign, negative is large

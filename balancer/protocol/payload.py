@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_parts, gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
+from .quiet import count_to, zeros
 from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
@@ -46,20 +47,24 @@ class Sections:
         items: Values in each column. Shape [num_columns], int64.
         addresses: First byte of each section in memory. Shape [sections, 1], int64.
         offsets: First byte of each sample in each section, and the end. Shape [sections, batch_size + 1], int64.
+        scraps: What is of no use any more; see `Outcome`.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
         self.batch = batch
         layout, columns, size = schema.layout, batch.columns, batch.batch_size
-        ends = np.zeros((layout.num_rows, size + 1), np.int64)  # first entry of each sample, and the end
+        ends = zeros(layout.num_rows, size + 1)  # first entry of each sample, and the end
         outer = ends[: len(layout.jagged)]
-        for row, jagged in zip(outer, layout.jagged, strict=True):
-            row[1:] = columns[jagged.name].levels[0].numpy()
+        lengths = [columns[column.name].levels[0].numpy() for column in layout.jagged]
+        inner = [columns[column.name].levels[1].numpy() for column, _ in layout.nested]
+        self.scraps: list[object] = [lengths, inner]
+        for row, counts in zip(outer, lengths, strict=True):
+            row[1:] = counts
         _accumulate(outer, axis=1, out=outer)
-        for row, (nested, j) in zip(ends[len(outer) : -1], layout.nested, strict=True):
-            row[:] = _offsets(columns[nested.name].levels[1].numpy())[outer[j]]
-        ends[-1] = np.arange(size + 1)
-        self.heads: Int64s = np.zeros((size, layout.head_bytes // 8), np.int64)
+        for row, (_, j), counts in zip(ends[len(outer) : -1], layout.nested, inner, strict=True):
+            row[:] = _offsets(counts)[outer[j]]
+        ends[-1] = count_to(size + 1)
+        self.heads: Int64s = zeros(size, layout.head_bytes // 8)
         np.subtract(ends[:-1, 1:].T, ends[:-1, :-1].T, out=self.heads[:, : len(layout.counted)])
         for column, start in layout.narrow:
             if column.row_bytes and size:
@@ -97,7 +102,7 @@ class Sections:
 
 
 def _offsets(lengths: Int64s) -> Int64s:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
+    offsets = zeros(len(lengths) + 1)
     _accumulate(lengths, out=offsets[1:])
     return offsets
 
@@ -146,14 +151,14 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     start = ends - widths * len(sections) - 1  # behind the heads
     addresses = np.empty(int(ends[-1]), np.int64)
     addresses.fill(_ZEROS_AT)
-    lengths = np.zeros(int(ends[-1]), np.int64)
+    lengths = zeros(int(ends[-1]))
     heads = sections.heads[leaving]
     head_bytes = 8 * heads.shape[1]
     addresses[start - 1] = first * head_bytes + heads.__array_interface__["data"][0]
     written = counts * head_bytes
     lengths[start - 1] = written
-    section = np.arange(len(sections)).reshape(-1, 1)
-    slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + np.arange(len(leaving)))
+    section = count_to(len(sections)).reshape(-1, 1)
+    slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + count_to(len(leaving)))
     addresses[slots], filled = sections.ranges(leaving)
     lengths[slots] = filled
     totals = np.add.reduceat(filled, first, axis=1)
@@ -227,8 +232,8 @@ def _join_heads(received: torch.Tensor, sizes: Int64s, num_samples: Int64s, home
     if (short := 8 * width * arrived > sizes).any():
         raise ProtocolError(f"stage III: the heads of rank {int(short.argmax())} are longer than their message")
     first = (_accumulate(sizes) - sizes) // 8 - before * width  # word where the head of sample 0 would be
-    starts = first.repeat(arrived) + np.arange(0, total * width, width) if width else np.zeros(total, np.int64)
-    heads = received.numpy().view(np.int64)[starts.reshape(-1, 1) + np.arange(width)]
+    starts = first.repeat(arrived) + count_to(total) * width
+    heads = received.numpy().view(np.int64)[starts.reshape(-1, 1) + count_to(width)]
     return np.concatenate([heads[: before[rank]], home, heads[before[rank] :]])
 
 
@@ -244,7 +249,7 @@ def _check(lengths: Int64s, columns: Sequence[ColumnSchema]) -> None:
 
 def _sums(lengths: Int64s, last: Int64s) -> Int64s:
     """Sums over consecutive groups that end before `last`. Shapes [columns, n], [groups] to [columns, groups]."""
-    ends = np.zeros((len(lengths), lengths.shape[1] + 1), np.int64)
+    ends = zeros(len(lengths), lengths.shape[1] + 1)
     _accumulate(lengths, axis=1, out=ends[:, 1:])
     upto = ends[:, last]
     upto[:, 1:] -= upto[:, :-1].copy()
@@ -306,6 +311,8 @@ def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     for column, start in layout.narrow:
         part = np.ascontiguousarray(as_bytes[:, start : start + column.row_bytes]).reshape(-1)
+        if column.numpy_dtype is not None:
+            part = part.view(column.numpy_dtype)
         columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(heads)))
     return columns
 

@@ -28,6 +28,7 @@ from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, Shuffle
 from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
+_NO_LENGTHS = torch.empty(0, dtype=torch.int64, device="cpu")
 Stages = Generator[Posted, None, Outcome]
 
 
@@ -219,8 +220,8 @@ class Protocol:
             write(self._lengths.message, said, num_columns)
             work = self._lengths.post()
             yield Posted("gather_lengths", work)
-            gathered = self._wait(work, "stage I (gather lengths)").numpy().copy()
-            world = WorldStep(gathered, self.transport.world_size, num_columns, num_gathered)
+            self._wait(work, "stage I (gather lengths)")
+            world = WorldStep(self._lengths.gathered.copy(), self.transport.world_size, num_columns, num_gathered)
             self._check_agreement(world)
             if self._end(world) is None:
                 self._check_schemas(world)
@@ -256,7 +257,7 @@ class Protocol:
         assert self.schema is not None
         name = self._selection.nested_column(self.schema)
         if name is None or not world.reads_candidates.any():
-            return torch.zeros(0, dtype=torch.int64, device="cpu")
+            return _NO_LENGTHS
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
             ours = local.sections.batch[name].levels[1]
@@ -310,7 +311,8 @@ class Protocol:
         traffic = Traffic.of(world.world_size, shuffle.origin, shuffle.owners, told[:, UIH], told[:, PAYLOAD])
         size, rank = self.transport.world_size, self.transport.rank
         report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
-        return Outcome(columns, report)
+        scraps = [*(() if local.sections is None else local.sections.scraps), *shuffle.scraps]
+        return Outcome(columns, report, scraps=scraps)
 
     def _world_samples(self, candidate_lengths: Tensor, world: WorldStep) -> WorldSamples:
         assert self.schema is not None
@@ -335,7 +337,8 @@ class Protocol:
         shuffle.prepare(self.partitioner, self._notes.message)
         work = self._notes.post()
         yield Posted("plan", work)
-        notes = self._wait(work, "agreement on the plan").numpy().reshape(self.transport.world_size, -1)
+        self._wait(work, "agreement on the plan")
+        notes = self._notes.gathered
         if (failed := notes[:, 0].nonzero()[0]).size:
             rank = int(failed[0])
             said = notes[rank, 3:].tobytes()[: int(notes[rank, 2])].decode("utf-8", "replace")

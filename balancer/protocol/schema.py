@@ -86,6 +86,7 @@ class Layout:
         jagged: Columns with lengths.
         nested: Columns with inner lengths, each with its number among the jagged ones.
         counted: The column of each row of the table but the last. A head begins with its sample's entries of these.
+        length_words: Word of the head that has the outer length of each of `jagged`, by name.
         narrow: Dense columns in the head, with their first byte.
         sections: What follows the heads: inner lengths first, then values.
         section_names: What errors call each section.
@@ -100,6 +101,7 @@ class Layout:
     jagged: tuple[ColumnSchema, ...]
     nested: tuple[tuple[ColumnSchema, int], ...]
     counted: tuple[ColumnSchema, ...]
+    length_words: dict[str, int]
     narrow: tuple[tuple[ColumnSchema, int], ...]
     sections: tuple[Section, ...]
     section_names: tuple[str, ...]
@@ -132,6 +134,7 @@ class Layout:
             jagged,
             nested,
             counted,
+            {column.name: j for j, column in enumerate(jagged)},
             tuple(narrow),
             tuple(sections),
             tuple(f"column {section.column.name!r}" for section in sections),

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batches.batch import JaggedBatch
+from .payload import Sections
+from .quiet import zeros
 from .schema import Schema
 
 Int64s = NDArray[np.int64]
@@ -79,22 +81,23 @@ class Selection:
         name = self.candidate_column(schema)
         return name if name in nested else next(iter(nested), None)
 
-    def sample_words(self, batch: JaggedBatch, schema: Schema, payload: Int64s, uih_lengths: Int64s | None) -> Int64s:
+    def sample_words(self, sections: Sections, schema: Schema, uih_lengths: Int64s | None) -> Int64s:
         """UIH length, candidates, payload and gathered columns of a batch. Shape [batch_size, 3 + len(gather)]."""
-        words = np.zeros((batch.batch_size, 3 + len(self.gather)), np.int64)
+        batch = sections.batch
+        words = zeros(batch.batch_size, 3 + len(self.gather))
         uih, candidates = words[:, 0], words[:, 1]
         if uih_lengths is not None:
             uih[:] = uih_lengths
         else:
             for name in self.lengths:
-                uih += _lengths_of(batch, name)
+                uih += _lengths_of(sections, schema, name)
         if (name_or_none := self.candidate_column(schema)) is not None:
-            candidates[:] = _lengths_of(batch, name_or_none)
+            candidates[:] = _lengths_of(sections, schema, name_or_none)
         if words.size and np.minimum.reduce(words, axis=None) < 0:
             for argument, lengths in (("lengths", uih), ("candidates", candidates)):
                 if lengths.min() < 0:
                     raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")
-        words[:, 2] = payload
+        words[:, 2] = sections.payload_bytes()
         for place, name in enumerate(self.gather):
             words[:, 3 + place] = _as_words(batch[name].values)
         return words
@@ -114,10 +117,12 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _lengths_of(batch: JaggedBatch, name: str) -> Int64s:
+def _lengths_of(sections: Sections, schema: Schema, name: str) -> Int64s:
     """Lengths of a jagged column; the values of a dense one."""
-    column = batch[name]
-    lengths: Int64s = (column.levels[0] if column.levels else column.values.to(torch.int64)).numpy()
+    word = schema.layout.length_words.get(name)
+    if word is not None:
+        return sections.heads[:, word]
+    lengths: Int64s = sections.batch[name].values.to(torch.int64).numpy()
     return lengths
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...transport import Pending, Transport
 from ..batches.batch import JaggedBatch
 from ..errors import describe
-from ..plan import Partitioner, WorldSamples, validate_plan
+from ..plan import Partitioner, WorldSamples, check_plan
 from .header import PAYLOAD, TEXT_BYTES, WorldStep, cut_text
 from .payload import Sections, message_bytes, pack, unpack
 from .schema import Schema
@@ -54,6 +54,7 @@ class Shuffle:
         self.buffer = buffer
         self.owners: Int64s = np.zeros(0, np.int64)
         self.error: BaseException | None = None
+        self.scraps: list[object] = []  # see `Outcome`
 
     def prepare(self, partitioner: Partitioner, note: Int64s) -> None:
         """Plan, allocate and pack. What goes wrong is told to all ranks, before any data moves.
@@ -68,8 +69,10 @@ class Shuffle:
             samples, local = self._work_out_samples(), self._local
             self._sections = Sections(self._schema.empty_batch(), self._schema) if local is None else local
             status = PARTITIONER_FAILED
-            # A copy: a partitioner may keep what it returns.
-            self.owners = validate_plan(partitioner(samples), samples).numpy().copy()
+            plan = partitioner(samples)
+            owners = check_plan(plan, samples)
+            self.owners = owners.copy()  # a partitioner may keep what it returns
+            self.scraps += (samples, plan, owners)
             status = PREPARING_FAILED
             self._size_and_pack()
             status = PLANNED
@@ -110,6 +113,7 @@ class Shuffle:
     def post(self) -> Pending:
         """Put the messages on their way."""
         received = self.buffer[: self._needed]
+        self.scraps.append(received)
         return self._transport.all_to_all(self._packed, self._sent, self._received, out=received)
 
     def finish(self, received: Tensor) -> JaggedBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,12 +73,15 @@ class Outcome:
         report: About the global batch, or None.
         left: Rank that closed, if the data ended because one did.
         dropped: The global batch was smaller than the world and was dropped.
+        scraps: Tensors, and arrays that view tensors, of no use any more. To free one lets go of the interpreter lock,
+            so whoever takes the batch frees them, for whom that is nothing, instead of the thread beside it.
     """
 
     columns: JaggedBatch | None = None
     report: Report | None = None
     left: int | None = None
     dropped: bool = False
+    scraps: Sequence[object] = ()
 
 
 @dataclass
