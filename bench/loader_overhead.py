@@ -1,8 +1,9 @@
 """`python -m freescale.bench.loader_overhead`: does the balancer's thread slow a launch-bound trainer? (section 3.1).
 
 A loop of thousands of tiny operations needs the interpreter all the time, and so does any thread that polls. Rank 0
-runs the loop in turn beside the sleeping balancer and beside the working one; another rank only takes its batches. The
-loop is pinned to a core of its own, as a trainer's thread would have.
+runs the loop in turn beside the sleeping balancer and beside the working one; other ranks only take their batches. The
+loop is pinned to a core of its own, as a trainer's thread would have. One rank alone has nobody to wait for and sends
+nothing; else it does all that a rank of many does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from .loader_overhead_rank import Settings
 from .synthetic import write_synthetic
 from .tables import Table, print_table, write_result
 
-_NUM_RANKS = 2
+_STAGES = {
+    "load": "load, say lengths",
+    "gather_lengths": "stage I, plan, pack",
+    "gather_candidates": "stage II, plan, pack",
+    "plan": "agree, send",
+    "shuffle": "stage III, unpack, queue",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,20 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
-        found = _measure(options)
+        runs = [_measure(options, ranks) for ranks in options.ranks]
     except LaunchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    table = _table(
-        found, f"{options.transport}, {options.batch_size} samples a rank, {found['rounds']:,} rounds a step"
-    )
-    print_table(table, console)
-    console.print(_note(found))
+    parts: list[Table | str] = []
+    for found in runs:
+        parts += [_note(found), _table(found, _title(options, found)), _stages(found)]
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(part, console)
+        else:
+            console.print(part)
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
     if options.results is not None:
         title = "A launch-bound loop beside the balancer's thread"
-        path = write_result(options.results, "loader_overhead", title, environment(), [_note(found), table])
+        path = write_result(options.results, "loader_overhead", title, environment(), parts)
         console.print(f"written to {path}")
     return 0
 
@@ -65,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m freescale.bench.loader_overhead --blocks 30 --results bench/results",
     )
     add = parser.add_argument
+    add("--ranks", type=at_least_one, nargs="+", default=[1, 2], help="numbers of ranks, one after the other (1 2)")
     add("--batch-size", type=at_least_one, default=64, help="samples a rank loads in a step (default 64)")
     add("--step-ms", type=float, default=50.0, help="what a step of the loop takes by itself (default 50)")
     add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
@@ -75,11 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, num_ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data.parquet"
-        write_synthetic(data, num_samples=40 * _NUM_RANKS * options.batch_size, num_row_groups=4 * _NUM_RANKS)
+        write_synthetic(data, num_samples=40 * num_ranks * options.batch_size, num_row_groups=4 * num_ranks)
         settings = Settings(
             str(data),
             options.batch_size,
@@ -89,9 +100,14 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             options.transport,
         )
         settings.save(folder / "settings.json")
-        launch(options.transport, _NUM_RANKS, "freescale.bench.loader_overhead_rank", folder / "settings.json")
+        launch(options.transport, num_ranks, "freescale.bench.loader_overhead_rank", folder / "settings.json")
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
         return found
+
+
+def _title(options: argparse.Namespace, found: dict[str, Any]) -> str:
+    ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
+    return f"{ranks}, {options.transport}, {options.batch_size} samples a rank, {found['rounds']:,} rounds a step"
 
 
 def _table(found: dict[str, Any], title: str) -> Table:
@@ -107,16 +123,35 @@ def _table(found: dict[str, Any], title: str) -> Table:
     return table
 
 
+def _stages(found: dict[str, Any]) -> Table:
+    """What the thread does in a step. Calls are those of a block of their own, where counting does not disturb."""
+    stages, counted = found["stages"], found["counted"]
+    table = Table("The thread in a step", ["", "CPU ms", "sleeps", "preempted", "calls"])
+    kinds = {"cpu_ms": ".3f", "sleeps": ".1f", "preempted": ".2f"}
+    for name in (name for name in _STAGES if name in stages):
+        calls = counted.get(name, {"calls": 0})["calls"]
+        table.add(_STAGES[name], *(f"{stages[name][kind]:{form}}" for kind, form in kinds.items()), f"{calls:.0f}")
+    sums = (f"{sum(stage[kind] for stage in stages.values()):{form}}" for kind, form in kinds.items())
+    table.add("all", *sums, f"{sum(stage['calls'] for stage in counted.values()):.0f}")
+    return table
+
+
 def _note(found: dict[str, Any]) -> str:
     low, middle, high = statistics.quantiles(slowdowns(found), n=4)
     cpu = statistics.median(found["balancer_cpu"])
-    where = "The loop is pinned to one core, the balancer's thread and the other rank to the rest."
+    where = "The loop is pinned to one core, the balancer's thread to the rest, which it has to itself."
+    if found["ranks"] > 1:
+        where = (
+            "The loop is pinned to one core, the balancer's thread and the other ranks to the rest. So ranks take the "
+            "core from the thread, also where it holds the interpreter lock, and then the loop waits for them too."
+        )
     if not found["own_core"]:
         where = "All shared one core."
     return (
-        f"The loop is {middle:.2f} % slower beside the working balancer (median of {len(found['idle'])} pairs of "
-        f"blocks of {len(found['idle'][0])} steps, run in turn in one process; half of the pairs lie between "
-        f"{low:.2f} % and {high:.2f} %). The balancer uses {cpu:.2f} ms of CPU a step. {where}"
+        f"With {found['ranks']} rank{'s' * (found['ranks'] > 1)} the loop is {middle:.2f} % slower beside the working "
+        f"balancer (median of {len(found['idle'])} pairs of blocks of {len(found['idle'][0])} steps, run in turn in "
+        f"one process; half of the pairs lie between {low:.2f} % and {high:.2f} %). The process uses {cpu:.2f} ms of "
+        f"CPU a step outside the loop's thread. {where}"
     )
 
 

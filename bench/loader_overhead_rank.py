@@ -1,6 +1,6 @@
 """What the ranks of `loader_overhead` do: rank 0 runs a launch-bound loop and times it, the others keep it company.
 
-The loop has a core to itself. All else, the other rank and the balancer's thread of this one, shares the others.
+The loop has a core to itself. All else, the other ranks and the balancer's thread of this one, shares the others.
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ..balancer import BalancedLoader, JaggedBatch, Report, balance, read_parquet
+from ..balancer.protocol.step import Posted
 from ..transport import Transport, connect
 from .launch import rank_main
 
@@ -47,8 +50,8 @@ class Settings:
 
     @property
     def num_batches(self) -> int:
-        """Batches that a rank takes in all; the blocks before the first measured one warm up."""
-        return self.block_steps * (self.num_blocks + 1)
+        """Batches that a rank takes in all; the block before the first measured one warms up, the last one counts."""
+        return self.block_steps * (self.num_blocks + 2)
 
     def save(self, path: Path) -> None:
         """Write to a file."""
@@ -69,16 +72,75 @@ def operations_for(step_ms: float) -> int:
     return max(1, round(rounds * step_ms / fastest))
 
 
-def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]]) -> dict[str, Any]:
+@dataclass
+class Stage:
+    """What the balancer's thread did in one stage, over some steps.
+
+    Attributes:
+        cpu_ms: Milliseconds of CPU. Most of it holds the interpreter lock, copies of samples do not.
+        sleeps: Times that it gave its core away: naps, and waits for the lock.
+        preempted: Times that its core was taken away, maybe while it held the lock: the loop waits for both then.
+        calls: Calls that Python makes, of functions in Python and in C; counted only where `Watch.counts` is set.
+    """
+
+    cpu_ms: float = 0.0
+    sleeps: int = 0
+    preempted: int = 0
+    calls: int = 0
+
+    def count(self, frame: FrameType, event: str, argument: object) -> None:
+        """For `sys.setprofile`."""
+        del frame, argument
+        self.calls += event in ("call", "c_call")
+
+
+@dataclass
+class Watch:
+    """Looks over the shoulder of the balancer's thread.
+
+    Attributes:
+        stages: What was done since it was last emptied, by stage.
+        counts: Whether calls are counted, which takes time itself.
+    """
+
+    stages: dict[str, Stage] = field(default_factory=dict)
+    counts: bool = False
+
+    def over(self, run: Generator[Posted | None, None, None]) -> Generator[Posted | None, None, None]:
+        """The same run of an epoch, watched between its pauses. A stage lasts from its messages to the next ones."""
+        name = "load"
+        while True:
+            stage = self.stages.setdefault(name, Stage())
+            cpu, before = time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
+            if self.counts:
+                sys.setprofile(stage.count)
+            posted = next(run, _ENDED)
+            sys.setprofile(None)
+            stage.cpu_ms += 1e3 * (time.thread_time() - cpu)
+            now = resource.getrusage(resource.RUSAGE_THREAD)
+            stage.sleeps += now.ru_nvcsw - before.ru_nvcsw
+            stage.preempted += now.ru_nivcsw - before.ru_nivcsw
+            if posted is _ENDED:
+                return
+            name = posted.stage if isinstance(posted, Posted) else "load"
+            yield posted if isinstance(posted, Posted) else None
+
+
+_ENDED = object()
+
+
+def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], watch: Watch) -> dict[str, Any]:
     """Run blocks of steps in turn: beside the sleeping thread, and beside it at work, one batch a step.
 
     Args:
         settings: Numbers of steps and blocks.
         batches: What the balancer gives; at least `settings.num_batches`.
+        watch: Is over the thread.
 
     Returns:
         Milliseconds of every step's loop, by block: "idle", "beside", and "waited" for the batch in the latter; CPU
-        milliseconds of the balancer a step ("balancer_cpu"), and the rounds of the loop.
+        milliseconds of the other threads a step ("balancer_cpu"), what the balancer's did in the blocks beside it
+        ("stages") and in one more, where calls were counted ("counted"), and the rounds of the loop.
     """
     rounds = operations_for(settings.step_ms)
     found: dict[str, Any] = {"rounds": rounds, "idle": [], "beside": [], "waited": [], "balancer_cpu": []}
@@ -97,7 +159,21 @@ def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]]) -
             found["beside"].append(beside)
             found["waited"].append(waited)
             found["balancer_cpu"].append(1e3 * (_cpu_elsewhere() - elsewhere) / settings.block_steps)
+        else:
+            watch.stages = {}
+    found["stages"] = _a_step(watch, settings.block_steps * settings.num_blocks)
+    watch.stages, watch.counts = {}, True
+    for _ in range(settings.block_steps):
+        next(batches)
+        time.sleep(settings.step_ms / 1e3)
+    found["counted"] = _a_step(watch, settings.block_steps)
     return found
+
+
+def _a_step(watch: Watch, steps: int) -> dict[str, dict[str, float]]:
+    return {
+        name: {kind: amount / steps for kind, amount in asdict(stage).items()} for name, stage in watch.stages.items()
+    }
 
 
 def _timed(rounds: int) -> float:
@@ -137,8 +213,11 @@ def main() -> None:
         batches = loader.with_reports()
         if transport.rank == 0:
             threading.Thread(target=threading.Event().wait, daemon=True).start()  # so that two threads exist always
+            watch, worker = Watch(), loader._worker
+            assert worker is not None
+            worker._run = watch.over(worker._run)
             os.sched_setaffinity(0, cores[:1])
-            found = {"own_core": len(cores) > 1, **measure(settings, batches)}
+            found = {"own_core": len(cores) > 1, "ranks": transport.world_size, **measure(settings, batches, watch)}
             path.with_name("found.json").write_text(json.dumps(found))
         remaining = sum(1 for _ in batches)
         assert transport.rank > 0 or remaining == 0
