@@ -30,7 +30,7 @@ def train_under_stress(world_size: int, steps: int, seed: int, engines: list[str
 
 
 def test_late_streams_and_spoiled_buffers_change_no_weight() -> None:
-    train_under_stress(2, 10, 1, THREADS, timeout_s=100)
+    train_under_stress(2, 7, 1, THREADS, timeout_s=100)
 
 
 @pytest.mark.long

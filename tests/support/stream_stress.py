@@ -27,10 +27,13 @@ from stream_delays import GpuDelays, Poisoning, late_streams, spoiled_when_sent
 
 PAGES, DIM, WIDTH = 90, 32, 16
 TIMEOUT_S = 30
+Delays = Callable[[], AbstractContextManager[object]]
 WINDOW_BYTES = 32 << 10  # so small that transfers go through every slot many times
 
 
-def check_tables(calm: Transport, stressed: Transport, device: str, steps: int, scribble: Callable[[], None]) -> None:
+def check_tables(
+    calm: Transport, stressed: Transport, device: str, steps: int, delays: Delays, scribble: Callable[[], None]
+) -> None:
     """Tables with two optimizers and batches of very different sizes, two batches ahead."""
     tables = [Table("item", 300, 256, ["clicked", "shown"]), Table("user", 40, 16)]
     data = Data(tables, steps=steps, num_ids=160, collision=0.25, empty=[1])
@@ -41,7 +44,8 @@ def check_tables(calm: Transport, stressed: Transport, device: str, steps: int, 
         scribble()
         return False
 
-    ours = train(stressed, data, ahead=2, optimizer=optimizer, device=device, look=look, ids_on=device)
+    with delays():
+        ours = train(stressed, data, ahead=2, optimizer=optimizer, device=device, look=look, ids_on=device)
     assert not any(value.isnan().any() for value in ours.weights[-1].values())
     assert_equal([ours], [theirs])
 
@@ -121,11 +125,18 @@ def _here(value: Any) -> Tensor:
 
 
 def check_pipeline(
-    host: Transport, calm: Transport, stressed: Transport, device: str, steps: int, scribble: Callable[[], None]
+    host: Transport,
+    calm: Transport,
+    stressed: Transport,
+    device: str,
+    steps: int,
+    delays: Delays,
+    scribble: Callable[[], None],
 ) -> None:
     """Balanced batches, prioritized tables and a dense layer, staged."""
     theirs = train_model(host, calm, device, steps, None)
-    ours = train_model(host, stressed, device, steps, scribble)
+    with delays():
+        ours = train_model(host, stressed, device, steps, scribble)
     assert theirs.keys() == ours.keys()
     assert any("pages" in name for name in ours), list(ours)
     for name, value in ours.items():
@@ -136,7 +147,7 @@ def check_pipeline(
 def check(host: Transport, engine: str, steps: int, seed: int) -> None:
     """All checks with one engine."""
     seed = 1000 * seed + host.rank
-    delays: AbstractContextManager[object] = nullcontext()
+    delays: Delays = nullcontext
     device, calm, scribble = "cpu", host, _nothing
     with ExitStack() as stack:
         stack.enter_context(spoiled_when_sent())
@@ -148,11 +159,10 @@ def check(host: Transport, engine: str, steps: int, seed: int) -> None:
             torch.cuda.set_device(host.rank)
             device, calm = f"cuda:{host.rank}", device_contract.make_transport("process_group", engine, TIMEOUT_S)
             late = GpuDelays(random.Random(seed))
-            delays, scribble = late.everywhere(), late.scribble
+            delays, scribble = late.everywhere, late.scribble
         stressed = Poisoning(device_contract.make_transport("process_group", engine, TIMEOUT_S))
-        with delays:
-            check_tables(calm.channel("calm"), stressed, device, steps, scribble)
-            check_pipeline(host, calm, stressed, device, steps, scribble)
+        check_tables(calm.channel("calm"), stressed, device, steps, delays, scribble)
+        check_pipeline(host, calm, stressed, device, steps, delays, scribble)
 
 
 def main(steps: int, seed: int, *engines: str) -> None:
