@@ -23,7 +23,7 @@ ROWS, COLUMNS, STEPS = 61, 8, 10
 RULES: list[tuple[Any, Any, dict[str, float]]] = [
     (Sgd(lr=0.05), EmbOptimType.EXACT_SGD, {}),
     (RowwiseAdagrad(lr=0.05), EmbOptimType.EXACT_ROWWISE_ADAGRAD, {"eps": 1e-8}),
-]  # FBGEMM's CPU tables have no Adam
+]  # no Adam: FBGEMM asserts "Optimizer adam is not supported in CPU mode"
 
 
 def shard_theirs(rule: Any, options: dict[str, float]) -> Any:
