@@ -33,12 +33,12 @@ SMALL_WINDOW = 64 << 10
 
 
 class ThreadsWire(DeviceWire):
-    """Gives every tensor to the engine, whose streams are threads."""
+    """Gives every tensor to the engine, whose streams are threads, but for a channel's name, which is first."""
 
     devices: tuple[str, ...] = ("cpu",)
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
-        if purpose == "data":
+        if purpose == "data" and sequence:
             return self._engine.begin(exchange, sequence, self._meet)
         return self._host.begin(exchange, sequence, purpose)
 
