@@ -33,6 +33,7 @@ _CHECKS = (
     "a_rank_that_never_comes_is_raised_at_the_next_call",
 )
 _CHECKS_OF_OURS = (
+    "new_channels_wait_for_no_stream",
     "channels_do_not_wait_for_each_other",
     "a_transfer_needs_no_multiprocessor",
     "a_profile_shows_copies_alone",

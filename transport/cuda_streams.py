@@ -91,6 +91,16 @@ def num_connections() -> int:
     return min(32, int(told)) if told.isdigit() and int(told) > 0 else _LEAST_CONNECTIONS
 
 
+def most_channels() -> int:
+    """How many channels may move CUDA tensors at once: each has two streams that may wait.
+
+    Example:
+        >>> most_channels() >= 3
+        True
+    """
+    return (num_connections() - 1) // 2
+
+
 def check_installation(what: str) -> None:
     """Refuse where the CUDA bindings are missing.
 
@@ -138,7 +148,7 @@ class CudaStreams:
     def use(self) -> None:
         """See `Streams.use`."""
         _in_use.add(self)
-        most = (num_connections() - 1) // 2
+        most = most_channels()
         if len(_in_use) > most:
             _in_use.discard(self)
             raise Unavailable(

@@ -1,8 +1,15 @@
-"""Members of a host make the slots between them, or take over those of a closed channel (paper, section 3.3)."""
+"""Members of a host make the slots between them, or take over those that are free (paper, section 3.3).
+
+To register memory CUDA waits for all streams of the process, also for those that wait for a peer. Where channels are in
+several threads, the peer may be registering memory itself, and wait for a stream that waits for this rank: nobody would
+ever go on. So the first channel makes slots for later ones too, as many as may be in use at once and fit into a window.
+A channel that takes such slots over calls nothing that waits.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from .cuda_streams import RECEIVE, SEND, Streams
-from .errors import TransportError, Unavailable
+from .cuda_streams import RECEIVE, SEND, Streams, most_channels
+from .errors import TransportError, TransportTimeout, Unavailable
 from .lane import HostTransport
 from .meetings import Meetings, book_bytes
 from .segment import FOLDER, NAME_BYTES, Segment
@@ -29,9 +36,12 @@ _LARGEST_SLOT_BYTES = {
 _SLOT_STEP_BYTES = 4096
 _HOST_BYTES = 80
 _TEXT_BYTES = 400
-_NUM_OFFERS = 8
+_NUM_OFFERS = 16
+_COUNT_BYTES = 8
+_SPARE_SHARE = 4  # of the room that is left for shared memory, a quarter may go to slots for later channels
 
 _idle: dict[tuple[object, ...], dict[str, tuple[Windows, Meetings]]] = {}
+_turn = threading.Lock()  # of rank 0: one channel at a time takes slots over, or makes some
 
 
 def host_key() -> str:
@@ -80,21 +90,26 @@ def open_windows(
     """
     _check_host(lane, members)
     kind = (tuple(members), via, window_bytes, device)
-    taken = _take_over(lane, members, kind)
-    if taken is not None:
+    with _in_turn(lane):  # all ranks have come, so nobody holds it for long
+        taken = _take_over(lane, members, kind)
+        if taken is None:
+            # Slots that hold every piece that goes through them need no second stream to keep them filled.
+            sending = RECEIVE if via == "peer" else SEND
+            making = _Making(lane, members, slot_size(via, window_bytes, len(members)), sending, first_count)
+            for _ in range(making.number_within(window_bytes)):
+                made = making.make(make_streams, patience_s)
+                _kinds[id(made[0])] = kind
+                _idle.setdefault(kind, {})[made[0].segment.name] = made
+            taken = _take_over(lane, members, kind)
+    if taken is None:
+        raise TransportError("another channel of the same ranks took the slots that were made for this one")
+    try:
         with _together(lane):
             taken[0].streams.use()
-        return taken
-    # Slots that hold every piece that goes through them need no second stream to keep them filled.
-    sending = RECEIVE if via == "peer" else SEND
-    making = _Making(lane, members, slot_size(via, window_bytes, len(members)), sending, first_count)
-    with _together(lane):
-        streams = make_streams()
-        streams.use()
-    making.make_segment()
-    made = making.make_windows(streams, patience_s)
-    _kinds[id(made[0])] = kind
-    return made
+    except BaseException:
+        put_away(*taken)
+        raise
+    return taken
 
 
 _kinds: dict[int, tuple[object, ...]] = {}
@@ -119,14 +134,36 @@ def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
 def _take_over(
     lane: HostTransport, members: Sequence[int], kind: tuple[object, ...]
 ) -> tuple[Windows, Meetings] | None:
-    idle = _idle.get(kind, {})
+    idle = _idle.setdefault(kind, {})
     names = "".join(name.ljust(NAME_BYTES) for name in sorted(idle)[:_NUM_OFFERS])
     offers = gather_bytes(lane, names.encode(), NAME_BYTES * _NUM_OFFERS)
-    common = set(idle)
-    for peer in members:
-        text = offers[peer].decode()
-        common &= {text[at : at + NAME_BYTES].strip() for at in range(0, len(text), NAME_BYTES)}
-    return idle.pop(min(common)) if common else None
+    common = set.intersection(*(_names_in(offers[peer].decode()) for peer in members))
+    taken = idle.pop(min(common), None) if common else None
+    # Other hosts may have none, or a thread that has its turn elsewhere, as a rank of other groups, was faster.
+    have = gather_bytes(lane, b"1" if taken is not None else b"0", 1)
+    if taken is not None and any(each != b"1" for each in have):
+        put_away(*taken)
+        taken = None
+    return taken
+
+
+def _names_in(offer: str) -> set[str]:
+    return {offer[at : at + NAME_BYTES].strip() for at in range(0, len(offer), NAME_BYTES)}
+
+
+@contextmanager
+def _in_turn(lane: HostTransport) -> Iterator[None]:
+    """Let threads of rank 0, and with them those of the others, come one after another. Collective."""
+    held = False
+    try:
+        with _together(lane):
+            held = lane.rank == 0 and _turn.acquire(timeout=lane.timeout_s)
+            if lane.rank == 0 and not held:
+                raise TransportTimeout(f"another channel has not got its slots in {lane.timeout_s:g} s")
+        yield
+    finally:
+        if held:
+            _turn.release()
 
 
 class _Making:
@@ -144,7 +181,22 @@ class _Making:
         self._data_bytes = self._book_bytes + n * (n - 1) * self._ring_bytes
         self._segment: Segment | None = None
 
-    def make_segment(self) -> None:
+    def number_within(self, window_bytes: int) -> int:
+        """How many slots to make, the same on all ranks: one, and more for later channels while there is room."""
+        most = min(most_channels(), window_bytes // max(1, (len(self._members) - 1) * self._ring_bytes))
+        free = os.statvfs(FOLDER)
+        room = free.f_bavail * free.f_frsize // _SPARE_SHARE // self._data_bytes
+        wanted = max(1, min(most, room))
+        return min(int(said) for said in gather_bytes(self._lane, str(wanted).encode(), _COUNT_BYTES))
+
+    def make(self, make_streams: Callable[[], Streams], patience_s: float | None) -> tuple[Windows, Meetings]:
+        """Make the slots of one channel."""
+        with _together(self._lane):
+            streams = make_streams()
+        self._make_segment()
+        return self._make_windows(streams, patience_s)
+
+    def _make_segment(self) -> None:
         """The first member makes it, the others join, the name goes away."""
         lane, n = self._lane, len(self._members)
         leads = self._member == 0
@@ -162,7 +214,7 @@ class _Making:
             if leads and self._segment is not None:
                 self._segment.unlink()
 
-    def make_windows(self, streams: Streams, patience_s: float | None) -> tuple[Windows, Meetings]:
+    def _make_windows(self, streams: Streams, patience_s: float | None) -> tuple[Windows, Meetings]:
         """Register the segment, set the counts."""
         lane, segment = self._lane, self._segment
         assert segment is not None, "the segment is made first"

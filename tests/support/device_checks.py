@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from freescale.transport.staging import StagingEngine
 
 from case_report import run_cases
 from device_contract import connect_device, timed
+from host_streams import HostStreams
 
 MIB = 1 << 20
 # Occupies every multiprocessor to the last thread, for so long.
@@ -268,6 +270,69 @@ def check_channels_do_not_wait_for_each_other(transport: HostTransport) -> None:
             results.append((lane.all_to_all(pattern(lane, size, step), splits, splits), lane, step))
     for pending, lane, step in results:
         expect(lane, pending.wait(), size, step)
+
+
+def check_new_channels_wait_for_no_stream(transport: HostTransport) -> None:
+    """Each rank has a stream that waits for the other, whose thread comes later; meanwhile a third channel begins.
+
+    If that had to register memory, CUDA would wait for the streams first and let no thread enqueue what they wait for.
+    """
+    device = transport_device(transport)
+    lanes = [transport.channel(f"new {number}", check_sizes=False) for number in range(3)]
+    size = 1 if device.type == "cpu" else 1024  # small enough to go through slots
+    rows = [torch.arange(size * lane.world_size, device=device) + 7 * lane.rank + k for k, lane in enumerate(lanes)]
+    outs = [torch.zeros_like(each) for each in rows]
+    splits = [size] * transport.world_size
+    for number in (0, 2):
+        lanes[number].all_to_all(rows[number], splits, splits, outs[number]).wait()
+    transport.all_gather(torch.zeros(1)).wait()
+    late = 2 if transport.rank == 0 else 0
+    naps = {late: 0.6, 1: 0.2, 2 - late: 0.0}
+
+    def work(number: int) -> None:
+        with own_stream(device) as has_ended:
+            time.sleep(naps[number])
+            lanes[number].all_to_all(rows[number], splits, splits, outs[number]).wait()
+            has_ended()
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(8)
+    assert not any(thread.is_alive() for thread in threads), "a channel waits for a stream"
+    for number in range(3):
+        first = torch.arange(size) + size * transport.rank + number
+        wanted = torch.cat([first + 7 * peer for peer in range(transport.world_size)])
+        assert torch.equal(outs[number].cpu(), wanted), number
+
+
+def transport_device(transport: HostTransport) -> torch.device:
+    """Where its engine's tensors are; threads as streams then behave like CUDA in what they wait for."""
+    if transport._wire.devices == ("cpu",):
+        HostStreams.synchronises = True
+        transport._wire._engine._window_bytes = 256 * MIB  # type: ignore[attr-defined]  # a ThreadsWire
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Around what a thread enqueues. Gives a function that waits for it, which blocks no other thread's CUDA calls."""
+    if device.type == "cpu":
+        yield lambda: None
+        return
+    stream = torch.cuda.Stream(device)
+
+    def wait() -> None:
+        done, deadline = stream.record_event(), time.monotonic() + 20
+        while not done.query():
+            assert time.monotonic() < deadline, "nothing arrived"
+            time.sleep(0.0002)
+
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield wait
 
 
 def main(host: str, engine: str, *names: str) -> None:

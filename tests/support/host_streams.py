@@ -51,12 +51,33 @@ def _set(event: threading.Event, adopted: Exchange) -> None:
     event.set()
 
 
+_all: list[HostStreams] = []
+_driver = threading.RLock()
+
+
+def _synchronise() -> None:
+    """As CUDA does before it registers memory: nobody enqueues until all streams of the process have come to an end."""
+    with _driver:
+        ended = []
+        for streams in tuple(_all):
+            for each in streams._queues:
+                ended.append(threading.Event())
+                each.put(ended[-1].set)
+        for event in ended:
+            event.wait()
+
+
 class HostStreams:
     """Two threads that carry out, in order, what was enqueued to each.
+
+    Attributes:
+        synchronises: Registering memory waits for all streams of the process, and lets nobody enqueue meanwhile.
 
     Args:
         delay_s: How long each copy of the receiving stream takes at least, so that senders could overrun it.
     """
+
+    synchronises = False
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], object]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
@@ -65,6 +86,7 @@ class HostStreams:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # ranks read each other's memory
         for each in self._queues:
             threading.Thread(target=self._run, args=(each,), daemon=True).start()
+        _all.append(self)
 
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -92,10 +114,16 @@ class HostStreams:
                 time.sleep(self._delay_s)
             _move(target, source, size)
 
-        self._queues[stream].put(run)
+        self._put(stream, run)
+
+    def _put(self, stream: int, todo: Callable[[], object]) -> None:
+        if self.synchronises:
+            with _driver:
+                pass
+        self._queues[stream].put(todo)
 
     def wait(self, stream: int, address: int, count: int) -> None:
-        self._queues[stream].put(partial(_await, address, count))
+        self._put(stream, partial(_await, address, count))
 
     def write(self, stream: int, address: int, count: int) -> None:
         flag = ctypes.c_uint32.from_address(address)
@@ -103,7 +131,7 @@ class HostStreams:
         def run() -> None:
             flag.value = low(count)
 
-        self._queues[stream].put(run)
+        self._put(stream, run)
 
     def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         events = []
@@ -129,7 +157,11 @@ class HostStreams:
         return int(handle.rstrip(b"\0")) << _PID_SHIFT
 
     def register(self, address: int, size: int) -> int:
+        if self.synchronises:
+            _synchronise()
         return address
 
     def pinned(self, size: int) -> Tensor:
+        if self.synchronises:
+            _synchronise()
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
