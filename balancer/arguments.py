@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,11 @@ def check_arguments(
     if not callable(partitioner):
         raise TypeError(f"partitioner must be callable, got {type(partitioner).__name__}")
     if not (callable(lengths) or isinstance(lengths, str | Sequence)):
-        raise TypeError(f"lengths must be a column, several, or a function of the batch, got {type(lengths).__name__}")
+        place = f"; a field of a tuple or list is named by its place, as text: {str(lengths)!r}"
+        raise TypeError(
+            f"lengths must be a column, several, or a function of the batch, got {type(lengths).__name__}"
+            f"{place if isinstance(lengths, int) else ''}"
+        )
     if jagged is not None and not isinstance(jagged, Mapping):
         raise TypeError(f"jagged must be a dict of values field → lengths field, got {jagged!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
@@ -43,8 +47,12 @@ def refuse_in_worker() -> None:
         )
 
 
-def checked_lengths(lengths: Any, batch_size: int) -> NDArray[np.int64]:
-    """What a `lengths=` function gave, as int64. Raises ValueError when it is no integer a sample."""
+def lengths_from(measure: Callable[[Any], Any], batch: object, batch_size: int) -> NDArray[np.int64]:
+    """What a `lengths=` function gives for a batch, as int64. Raises ValueError when that fails or is none."""
+    try:
+        lengths = measure(batch)
+    except Exception as error:
+        raise ValueError(f"the function given as lengths= raised {type(error).__name__}: {error}") from error
     if isinstance(lengths, np.ndarray):
         lengths = torch.from_numpy(lengths)
     if not isinstance(lengths, Tensor) or lengths.shape != (batch_size,) or lengths.dtype.is_floating_point:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..transport import Transport, TransportTimeout
 from .adapters.adapt import Adapter, adapter_for, adapter_from
-from .arguments import check_arguments, checked_lengths, refuse_in_worker
+from .arguments import check_arguments, lengths_from, refuse_in_worker
 from .batches.batch import JaggedBatch
 from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
@@ -237,7 +237,7 @@ class BalancedLoader(Generic[T]):
             self._schema, self._provisional = schema, columns.batch_size == 0
         lengths = None
         if self._measure_lengths is not None:
-            lengths = checked_lengths(self._measure_lengths(batch), columns.batch_size)
+            lengths = lengths_from(self._measure_lengths, batch, columns.batch_size)
         sections = Sections(columns, self._schema)
         samples = self._selection.sample_words(sections, self._schema, lengths)
         return LocalBatch(State.HAS_BATCH, self._schema, sections, samples, sections.items)

@@ -19,6 +19,13 @@ def _no_items() -> Tensor:
     return torch.zeros(0, dtype=torch.int64)
 
 
+class _Gathered(dict[str, Tensor]):
+    """The gathered columns; one that is not among them says how it gets there."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"column {name!r} was not gathered: pass gather=({name!r},) to balance; it has {list(self)}")
+
+
 @dataclass(frozen=True, eq=False)
 class WorldSamples:
     """The samples of one global batch, as every rank knows them after stages I and II.
@@ -76,6 +83,7 @@ class WorldSamples:
 
     def __post_init__(self) -> None:
         n = self.num_samples
+        object.__setattr__(self, "gathered", _Gathered(self.gathered))
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         if self.rank.shape[0] != n:

@@ -174,7 +174,7 @@ def source_of(loader: Any, fingerprint: Callable[[Any], int]) -> Source:
     if hasattr(loader, "__next__"):
         raise TypeError(
             f"dataloader must start anew each time it is iterated, but {type(loader).__name__} is an iterator; "
-            "pass the object that it was made from"
+            "pass the object that it was made from; for a generator, one of a class whose __iter__ yields the batches"
         )
     return ReplayedSource(loader, fingerprint)
 

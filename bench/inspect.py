@@ -28,6 +28,7 @@ Nothing is trained: a rank's time is taken to grow with its items. Rows are take
 the largest global batch needs, dealt to the ranks in turn."""
 
 _LITTLE, _MOST = 2.0, 50.0  # percent of waiting; of collisions
+_MOST_SAMPLES = 4_000_000  # in a global batch
 _MOST_IDS, _MOST_ITEMS = 40_000_000, 100_000_000  # so that it takes seconds
 
 
@@ -61,6 +62,12 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     if options.plot is not None:
         from .inspect_plot import draw  # before the work, so that a missing library shows at once
     start = time.monotonic()
+    most = max(options.world_size) * max(options.batch_size)
+    if most > _MOST_SAMPLES:
+        raise ValueError(
+            f"--world-size times --batch-size must be at most {_MOST_SAMPLES:,} samples, so that it takes seconds, "
+            f"got {most:,}; --batch-size is the samples of one rank"
+        )
     settings = [(world, batch) for batch in options.batch_size for world in options.world_size]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("reading", total=None)

@@ -58,12 +58,17 @@ def read_ids(batch: Any, column: str) -> Tensor:
         KeyError: It has no such column.
         TypeError: Ids are no integers.
     """
+    if isinstance(batch, Tensor | list):
+        raise TypeError(
+            f"ids name column '{column}', but the batch is a {type(batch).__name__}: call the model with a batch "
+            "that has columns, or give functions of the batch as ids"
+        )
     if hasattr(batch, "__getitem__") and not isinstance(batch, tuple):
         try:
             found = batch[column]
         except KeyError:
             names = list(batch) if hasattr(batch, "keys") else getattr(batch, "names", "others")
-            raise KeyError(f"the batch must have '{column}' to look up, got {names}") from None
+            raise KeyError(f"the batch must have '{column}' to look up, got {names}: ids name that column") from None
     elif hasattr(batch, column):
         found = getattr(batch, column)
     else:

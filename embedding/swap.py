@@ -106,7 +106,7 @@ def prioritize(
 
     Raises:
         ValueError: A module without ids, ids without a module, or a module that cannot be swapped, by name.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `transport` no transport.
 
     Example:
         >>> from freescale.embedding import Sgd, prioritize
@@ -123,6 +123,8 @@ def prioritize(
         ['pages.weight']
         >>> model.prioritized_embeddings.close()
     """
+    if not isinstance(transport, Transport):
+        raise TypeError(f"transport must come from freescale.transport.connect, got {type(transport).__name__}")
     found = _find_modules(model, ids)
     plans = [_plan_module(name, module, ids[name]) for name, module in found.items()]
     first_weight = next(next(iter(found.values())).parameters())

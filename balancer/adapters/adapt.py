@@ -201,7 +201,8 @@ def _refusal(value: Any, path: str) -> str:
         todo = "only plain tensors keep their type when samples move: pass .as_subclass(torch.Tensor)"
     elif isinstance(value, (bool, int, float, complex, np.generic)):
         todo = (
-            "a number cannot be split by sample: make it a tensor of shape [batch_size], or leave it out of the batch"
+            "a number cannot be split by sample: make it a tensor of shape [batch_size], or leave it out of the batch; "
+            "rows of Python lists become columns with JaggedBatch.from_arrow(pyarrow.Table.from_pylist(rows))"
         )
     elif isinstance(value, (str, bytes)):
         todo = "text cannot be split by sample: encode it as numbers (bytes as uint8 with lengths), or leave it out"

@@ -101,10 +101,22 @@ class Parts:
                     owners[name] = (lengths,)
         return {name: (*owners.get(paths[0], ()), *paths)[-MAX_DEPTH:] for name, paths in owners.items()}
 
+    def _are_offsets(self, name: str) -> bool:
+        """Whether what was declared as the lengths of a jagged field begins with 0 and ends with its rows."""
+        if name not in self._values:
+            return False
+        values, paths = self._values[name]
+        lengths = self._lengths[paths[-1]]
+        return len(lengths) > 1 and int(lengths[0]) == 0 and int(lengths[-1]) == len(values) < int(lengths.sum())
+
     def _sizes_differ(self, name: str, first: str, sizes: dict[str, int]) -> str:
         undeclared = {n: p for n, p in self._undeclared(sizes).items() if sizes[n] != sizes[first]}
         said = {n: paths[0] if len(paths) == 1 else paths for n, paths in undeclared.items()}
-        if name in undeclared:
+        if (entries := _one_entry_a_sample(name) or _one_entry_a_sample(first)) is not None:
+            hint = f"{entries} looks like one entry a sample: join them in collate_fn, torch.cat(…) and their lengths"
+        elif self._are_offsets(first):
+            hint = f"the lengths that jagged= names for {first!r} look like offsets: give offsets.diff()"
+        elif name in undeclared:
             hint = f"the numbers in {undeclared[name][-1]!r} add up to that: if they are its lengths, say jagged={said}"
         else:
             hint = (
@@ -114,6 +126,15 @@ class Parts:
             f"field {name!r} has {sizes[name]} rows on dimension 0, field {first!r} has {sizes[first]} samples. Each "
             f"field needs one row a sample; {hint}; anything else has to be left out of the batch"
         )
+
+
+def _one_entry_a_sample(name: str) -> str | None:
+    """The list that a field lies in, by the number in its path; None for the fields of a tuple that is the batch."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if place is None or len(parts) == 1:
+        return None
+    return f"field {'.'.join(parts[:place])!r}" if place else "the batch"
 
 
 def _could_be_lengths(values: Tensor) -> bool:

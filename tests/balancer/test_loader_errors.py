@@ -358,6 +358,8 @@ def test_a_fault_of_one_rank_within_a_step_is_an_error_on_every_rank(where: str,
     [
         ({"partitioner": VariableBatchSize}, TypeError, "pass VariableBatchSize"),
         ({"lengths": None}, TypeError, "lengths must be a column"),
+        ({"lengths": 0}, TypeError, "named by its place, as text: '0'"),
+        ({"dataloader": iter([1])}, TypeError, "a class whose __iter__ yields the batches"),
         ({"jagged": "l"}, TypeError, "jagged must be a dict"),
         ({"pin_memory": True}, ValueError, "pin_memory=True needs a GPU"),
     ],
@@ -368,3 +370,34 @@ def test_mistakes_in_arguments_are_named(options: dict[str, Any], kind: type[Exc
     arguments = {"dataloader": Batches(0, 1), "transport": connect("local"), "lengths": "features.uih", **options}
     with pytest.raises(kind, match=match):
         balance(**arguments)
+
+
+ENTRIES = [torch.arange(3), torch.arange(4)]
+L = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "jagged", "match"),
+    [
+        ({"page": ENTRIES, "l": L}, {}, "field 'page' looks like one entry a sample"),
+        ([{"l": ENTRIES[0]}, {"l": ENTRIES[1]}], {}, "the batch looks like one entry a sample"),
+        ({"page": [[1, 2], [3]], "l": L}, {}, "from_pylist"),
+        ({"p": torch.arange(5), "l": torch.tensor([0, 3, 5]), "y": L}, {"p": "l"}, r"look like offsets: give offsets"),
+    ],
+)
+def test_batches_that_are_not_columns_say_what_to_make_of_them(batch: Any, jagged: dict[str, str], match: str) -> None:
+    with pytest.raises(PeerFailed, match=match):
+        list(balance([batch], connect("local"), "l", jagged=jagged))
+
+
+def test_a_key_error_in_what_the_user_gave_names_the_argument() -> None:
+    batches, transport = [{"l": L, "user": L}], connect("local")
+
+    def by_user(world: WorldSamples) -> Tensor:
+        return world.gathered["user"] % world.world_size
+
+    with pytest.raises(PeerFailed, match="the function given as lengths= raised KeyError: 'page'"):
+        list(balance(batches, transport, lambda batch: batch["page"]))
+    with pytest.raises(PeerFailed, match="'user' was not gathered: pass gather="):
+        list(balance(batches, transport, "l", by_user))
+    assert len(list(balance(batches, transport, "l", by_user, gather=("user",)))) == 1

@@ -45,6 +45,7 @@ MISTAKES = [
     ("end_to_end", ["--device", "cpu", "--ratio", "101"], "--ratio must be from 0 to 100, got 101"),
     ("inspect", ["{missing}.parquet:page"], "missing.parquet"),
     ("inspect", ["{data}:nothing"], "it has"),
+    ("inspect", ["{data}:page", "--batch-size", "1000000"], "must be at most 4,000,000 samples"),
     ("kernels", ["--operation", "sort"], "invalid choice: 'sort'"),
     ("loader_overhead", ["--blocks", "0"], "must be an integer of at least 1, got '0'"),
     ("ne_parity", ["--data", "{missing}.parquet"], "missing.parquet"),

@@ -252,3 +252,12 @@ def test_a_wrapped_model_is_refused() -> None:
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     with pytest.raises(ValueError, match="must not be wrapped in DistributedDataParallel yet"):
         prioritize(wrapped, connect("local"), optimizer=Sgd(lr=0.1), ids={})
+
+
+def test_a_batch_without_columns_and_a_transport_by_name_are_refused() -> None:
+    model = prioritize(nn.Sequential(nn.Embedding(5, 2)), connect("local"), optimizer=Sgd(lr=0.1), ids={"0": ["page"]})
+    with pytest.raises(TypeError, match="ids name column 'page', but the batch is a Tensor"):
+        model(torch.tensor([1]))
+    transport: Any = "local"
+    with pytest.raises(TypeError, match=r"transport must come from freescale\.transport\.connect, got str"):
+        prioritize(Model(), transport, optimizer=Sgd(lr=0.1), ids=IDS)
