@@ -159,11 +159,7 @@ class GlooWire:
         if place is None:
             raise TransportClosed("another thread closed the channel")
         self._num_channels += 1
-        # A connection of its own: while a thread waits for others to come, it holds the one that it waits on. Threads
-        # that make channels at once, in another order on another rank, would wait for each other on a common one.
-        store = place.store.clone()
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return GlooWire(replace(place, store=store, prefix=f"{place.prefix}/{self._num_channels}"), timeout_s)
+        return GlooWire(replace(place, prefix=f"{place.prefix}/{self._num_channels}"), timeout_s)
 
     def release(self, reason: BaseException | None) -> None:
         """See `Wire.release`. Gives back threads and connections, unless gloo still works with them.

@@ -33,12 +33,17 @@ SMALL_WINDOW = 64 << 10
 
 
 class ThreadsWire(DeviceWire):
-    """Gives every tensor to the engine, whose streams are threads, but for a channel's name, which is first."""
+    """Gives every tensor to the engine, whose streams are threads.
+
+    But for a channel's name, which is first; so an engine begins with the first exchange, in the thread that makes it.
+    Over gloo the name goes through the engine: threads whose engines begin at once may wait for each other for ever on
+    the one connection to its store.
+    """
 
     devices: tuple[str, ...] = ("cpu",)
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> Ticket:
-        if purpose == "data" and sequence:
+        if purpose == "data" and (sequence or self.size_check == "always"):
             return self._engine.begin(exchange, sequence, self._meet)
         return self._host.begin(exchange, sequence, purpose)
 
