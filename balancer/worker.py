@@ -158,6 +158,8 @@ class Worker:
                     self._room.acquire_at_once()
                 self._resume()
         entry = self.queue.get()
+        if isinstance(entry, Item):
+            entry.scraps = ()  # before there is room: to free tensors lets the thread in, which then has work to do
         self._room.release()
         if isinstance(entry, End):
             self.queue.put(entry)  # whoever asks again, from any thread, gets it again
