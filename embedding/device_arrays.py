@@ -6,9 +6,9 @@ its stream wait for that copy, not the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,15 +24,16 @@ class Upload:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device, self._stream = device, stream
-        self._arrays: list[Tensor] = []
+        self._arrays: list[NDArray[np.int64]] = []
         self._tensors: list[Tensor] = []
         self.event: torch.cuda.Event | None = None
         self.storage: Tensor | None = None
 
-    def add(self, array: Tensor) -> Tensor:
-        """Return the tensor that will hold an array, int64 in host memory. Shape of `array`."""
+    def add(self, array: NDArray[np.int64]) -> Tensor:
+        """Return the tensor that will hold an array. Shape of `array`, int64."""
+        array = np.ascontiguousarray(array, dtype=np.int64)
         if self._device.type == "cpu":
-            return array
+            return torch.from_numpy(array)
         tensor = torch.empty(0, dtype=torch.int64, device=self._device)
         self._arrays.append(array)
         self._tensors.append(tensor)
@@ -44,11 +45,11 @@ class Upload:
             return
         sizes = [-(-len(array) // 2) * 2 for array in self._arrays]  # every array begins at 16 bytes
         packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-        _pack(self._arrays, packed)
-        start = 0
+        view, start = packed.numpy(), 0
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self.storage = torch.empty(len(packed), dtype=torch.int64, device=self._device)
             for array, tensor, size in zip(self._arrays, self._tensors, sizes, strict=True):
+                view[start : start + len(array)] = array
                 tensor.data = self.storage[start : start + len(array)]
                 start += size
             self.storage.copy_(packed, non_blocking=True)
@@ -62,10 +63,3 @@ class Upload:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self.event)
             self.storage.record_stream(stream)
-
-
-def _pack(arrays: Sequence[Tensor], out: Tensor) -> None:
-    """Put arrays one after the other, each of odd length with one more number behind it, in one call."""
-    pad = torch.zeros(1, dtype=torch.int64)
-    pieces = [piece for array in arrays for piece in ((array, pad) if len(array) % 2 else (array,))]
-    torch.cat(pieces, out=out)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .index_arrays import occurrences
 from .tables import Table
 
 Ints = NDArray[np.int64]
@@ -96,6 +95,8 @@ class Occurrences:
 def find_occurrences(keys: Ints) -> Occurrences:
     """Sort keys, keeping equal ones in their order.
 
+    Torch sorts large lists of integers by radix, which takes less than NumPy's stable sort.
+
     Args:
         keys: Shape [n], not negative.
 
@@ -107,5 +108,48 @@ def find_occurrences(keys: Ints) -> Occurrences:
     n = len(keys)
     if n == 0:
         return Occurrences(keys, keys, keys, keys)
-    distinct, counts, order, inverse = occurrences(torch.from_numpy(keys))
-    return Occurrences(distinct.numpy(), counts.numpy(), order.numpy(), inverse.numpy())
+    narrow = keys.astype(np.int32) if int(keys.max()) < 2**31 else keys
+    ordered, order = torch.sort(torch.from_numpy(narrow), stable=True)
+    distinct, counts, turn = _find_runs(ordered.numpy())
+    inverse = torch.empty(n, dtype=torch.int64).scatter_(0, order, torch.from_numpy(turn))
+    return Occurrences(distinct, counts, order.numpy(), inverse.numpy())
+
+
+def merge_pieces(keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """Distinct keys, counts and order, as in `Occurrences`, of a few ascending pieces, as several ranks send them.
+
+    It is NumPy that notices the pieces and merges them; key and place travel in one number there, where both fit. That
+    is faster than `find_occurrences` for small batches; from 100,000 keys on it is not.
+
+    Args:
+        keys: Shape [n], not negative.
+
+    Example:
+        >>> [found.tolist() for found in merge_pieces(np.array([3, 7, 7, 9]))]
+        [[3, 7, 9], [1, 2, 1], [0, 1, 2, 3]]
+    """
+    n = len(keys)
+    if n == 0:
+        return keys, keys, keys
+    bits = n.bit_length()
+    if int(keys.max()).bit_length() + bits > 63:
+        found = find_occurrences(keys)
+        return found.keys, found.counts, found.order
+    packed = keys << bits
+    packed |= np.arange(n)
+    packed.sort(kind="stable")
+    distinct, counts, _ = _find_runs(packed >> bits)
+    packed &= (1 << bits) - 1
+    return distinct, counts, packed
+
+
+def _find_runs(ordered: NDArray[np.integer]) -> tuple[Ints, Ints, Ints]:
+    """Each number once, how often it occurs, and the turn of each place's number. Shapes [u], [u], [n]."""
+    starts = np.empty(len(ordered), dtype=np.bool_)
+    starts[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=starts[1:])
+    firsts = np.flatnonzero(starts)
+    turn: Ints = np.cumsum(starts, dtype=np.int64)
+    turn -= 1
+    counts: Ints = np.diff(firsts, append=len(ordered))
+    return ordered[firsts].astype(np.int64), counts, turn

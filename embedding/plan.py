@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..kernels.sum_tree import SumTree
+from ..kernels.sum_tree import SumTree, TreeArrays, plan_tree
 from .device_arrays import Upload
-from .forms import Bits, Ints, Layout, Occurrences, find_occurrences
-from .index_arrays import call_arrays, gradient_arrays, parts
+from .forms import Bits, Ints, Layout, Occurrences, find_occurrences, merge_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +99,7 @@ class GroupPlan:
     urgent_gradients: Gradients | None = None
     deferred_gradients: Gradients | None = None
     _all_gradients: Gradients | None = None
-    _place: Tensor | None = (
-        None  # where each key's row lies among the batch's rows, early ones first; None: at its turn
-    )
+    _place: Ints | None = None  # where each key's row lies among the batch's rows, early ones first; None: at its turn
 
     @property
     def num_rows(self) -> int:
@@ -113,41 +108,55 @@ class GroupPlan:
 
     def index(self, upload: Upload) -> None:
         """Make what the forward of this batch needs, from `keys`, `rows` and `late`."""
-        rows, sent, received = (torch.from_numpy(each) for each in (self.rows, self.sent, self.received))
         if self.late is None or self.late_rows is None:
             self.num_early, self.early, self._place = 0, None, None
-            self.late_values = Values(self.sent, self.received, upload.add(rows))
+            self.late_values = Values(self.sent, self.received, upload.add(self.rows))
         else:
-            late, late_rows = torch.from_numpy(self.late), torch.from_numpy(self.late_rows)
-            self._place, early, later, asked, served = parts(late, late_rows, rows, sent, received)
-            self.early = Values((sent - asked).numpy(), (received - served).numpy(), upload.add(early))
-            self.late_values = Values(asked.numpy(), served.numpy(), upload.add(later))
-            self.num_early = int(self.early.asked.sum())
+            early, early_rows = ~self.late, ~self.late_rows
+            self.num_early = int(np.count_nonzero(early))
+            self.early = self._values(early, early_rows, upload)
+            self.late_values = self._values(self.late, self.late_rows, upload)
+            self._place = np.empty(len(early), dtype=np.int64)
+            self._place[early] = np.arange(self.num_early)
+            self._place[self.late] = np.arange(self.num_early, len(early))
         self.calls = [self._index_call(found, upload) for found in self.occurrences]
 
     def index_successor(self, urgent: Bits, urgent_rows: Bits, upload: Upload) -> None:
         """Make what the backward of this batch needs, now that it is known what the next batch reads."""
-        bits = torch.from_numpy(urgent), torch.from_numpy(urgent_rows)
-        rows, sent, received = (torch.from_numpy(each) for each in (self.rows, self.sent, self.received))
-        now, num_now, later, num_later = gradient_arrays(*bits, rows, sent, received, self._place)
-        self.urgent_gradients = _gradients(now, num_now, upload)
-        self.deferred_gradients = _gradients(later, num_later, upload)
+        self.urgent_gradients = self._gradients(urgent, urgent_rows, upload)
+        self.deferred_gradients = self._gradients(~urgent, ~urgent_rows, upload)
 
     def all_gradients(self, upload: Upload) -> Gradients:
         """What a backward needs that updates all rows at once."""
         if self._all_gradients is None:
-            everything = torch.ones(len(self.keys), dtype=torch.bool), torch.ones(len(self.rows), dtype=torch.bool)
-            rows, sent, received = (torch.from_numpy(each) for each in (self.rows, self.sent, self.received))
-            arrays, num_scratch, _, _ = gradient_arrays(*everything, rows, sent, received, self._place)
-            self._all_gradients = _gradients(arrays, num_scratch, upload)
+            everything = np.ones(len(self.keys), dtype=np.bool_), np.ones(len(self.rows), dtype=np.bool_)
+            self._all_gradients = self._gradients(*everything, upload)
         return self._all_gradients
+
+    def _values(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Values:
+        rows = upload.add(self.rows[chosen_rows])
+        return Values(count_by(chosen, self.sent), count_by(chosen_rows, self.received), rows)
+
+    def _gradients(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Gradients:
+        rows, counts, order = merge_pieces(self.rows[chosen_rows])
+        return Gradients(
+            sent=count_by(chosen, self.sent),
+            received=count_by(chosen_rows, self.received),
+            positions=upload.add(np.flatnonzero(chosen) if self._place is None else self._place[chosen]),
+            rows=upload.add(rows),
+            tree=add_tree(plan_tree(order, counts), upload),
+        )
 
     def _index_call(self, found: Occurrences, upload: Upload) -> CallIndex:
         """A call may ask for some of the batch's rows only: the others have no summands."""
-        arrays = (self.keys, found.keys, found.counts, found.order, found.inverse)
-        keys, *of_call = (torch.from_numpy(each) for each in arrays)
-        inverse, rounds, num_scratch = call_arrays(keys, self._place, *of_call)
-        return CallIndex(upload.add(inverse), _tree(len(self.keys), rounds, num_scratch, upload))
+        counts, place = found.counts, self._place
+        if len(found.keys) < len(self.keys):
+            at = np.searchsorted(self.keys, found.keys)
+            counts = np.zeros(len(self.keys), dtype=np.int64)
+            counts[at] = found.counts
+            place = at if place is None else place[at]
+        inverse = found.inverse if place is None else place.take(found.inverse)
+        return CallIndex(upload.add(inverse), add_tree(plan_tree(found.order, counts, self._place), upload))
 
 
 def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPlan:
@@ -174,16 +183,16 @@ def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrence
     return found.without(np.concatenate([ids == (-1 if padding is None else padding) for ids, padding in paddings]))
 
 
-def _gradients(arrays: list[Tensor], num_scratch: int, upload: Upload) -> Gradients:
-    sent, received, positions, rows, *rounds = arrays
-    tree = _tree(len(rows), rounds, num_scratch, upload)
-    return Gradients(sent.numpy(), received.numpy(), upload.add(positions), upload.add(rows), tree)
+def count_by(chosen: Bits, splits: Ints) -> Ints:
+    """How many bits are set in each of consecutive pieces. Shape of `splits`."""
+    ends = np.cumsum(splits).tolist()
+    return np.array([np.count_nonzero(chosen[a:b]) for a, b in zip([0, *ends], ends, strict=False)], dtype=np.int64)
 
 
-def _tree(size: int, arrays: list[Tensor], num_scratch: int, upload: Upload) -> SumTree:
-    """Send the rounds of a sum to where it is taken; a first and only round may lack its targets."""
-    sent: list[Tensor | None] = [upload.add(each) for each in arrays]
-    if len(sent) == 2:
-        sent.append(None)
-    rounds: list[Any] = list(zip(sent[::3], sent[1::3], sent[2::3], strict=True))
-    return SumTree(size, num_scratch, rounds)
+def add_tree(arrays: TreeArrays, upload: Upload) -> SumTree:
+    """Send the rounds of a sum to where it is taken."""
+    rounds: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        (upload.add(order), upload.add(offsets), None if targets is None else upload.add(targets))
+        for order, offsets, targets in arrays.rounds
+    ]
+    return SumTree(arrays.size, arrays.num_scratch, rounds)

@@ -7,6 +7,7 @@ import pytest
 
 from freescale.embedding import collision
 from freescale.embedding.collision import Stamps, num_bytes, pack_masks, unpack_masks
+from freescale.embedding.forms import find_occurrences, merge_pieces
 
 
 def test_collisions_are_those_of_sets_also_when_generations_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +31,14 @@ def test_masks_of_several_ranks_arrive_as_they_were() -> None:
         assert len(packed) == num_bytes(splits).sum()
         for mask, found in zip(masks, unpack_masks(packed, splits), strict=True):
             assert np.array_equal(mask, found)
+
+
+@pytest.mark.parametrize("offset", [0, 2**33, 2**61], ids=["narrow", "wide", "too wide to pack"])
+def test_merging_ascending_pieces_finds_what_sorting_finds(offset: int) -> None:
+    rng = np.random.default_rng(5)
+    pieces = [np.unique(rng.integers(0, 40, size)) for size in (0, 3, 30)]
+    keys = np.concatenate(pieces) + offset
+    found, merged = find_occurrences(keys), merge_pieces(keys)
+    assert np.array_equal(found.keys[found.inverse], keys)
+    for one, other in zip((found.keys, found.counts, found.order), merged, strict=True):
+        assert np.array_equal(one, other)
