@@ -1,14 +1,15 @@
-"""The balancer's thread is gone when an epoch is: a process may end with the loop that was its last line."""
+"""What the balancer's thread leaves behind: no thread when an epoch ends, and no tensors for itself to free."""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
-from freescale.balancer import balance
+from freescale.balancer import WorldSamples, balance
 from freescale.balancer.worker import Worker
 from freescale.transport import connect
 
@@ -32,3 +33,18 @@ def test_no_thread_is_left_when_the_last_batch_was_taken(fails: bool, monkeypatc
     with pytest.raises((StopIteration, RuntimeError)):
         next(iterator)
     assert not any(thread.name == "freescale-balancer" for thread in threading.enumerate())
+
+
+def test_tensors_of_planning_are_freed_by_whoever_takes_the_batch() -> None:
+    freed_by: list[str] = []
+
+    def plan(world: WorldSamples) -> torch.Tensor:
+        owners = torch.zeros(world.num_samples, dtype=torch.int64)
+        weakref.finalize(owners, lambda: freed_by.append(threading.current_thread().name))
+        return owners
+
+    batches = [{"x": torch.ones(2), "length": torch.tensor([3, 5])}] * 6
+    iterator = iter(balance(batches, connect("local"), "length", plan))
+    for number in range(1, 5):
+        next(iterator)
+        assert freed_by == [threading.current_thread().name] * number
