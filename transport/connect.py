@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .verbs import RdmaOptions
 
 _BACKENDS = ("local", "process_group", "mpi", "verbs", "copy_engine")
+_OF_TORCH = ("gloo", "nccl", "cpu:gloo,cuda:nccl", "torch.distributed", "torchrun", "ddp")  # what people ask for first
 
 
 def connect(
@@ -62,7 +63,8 @@ def connect(
         tensor([1, 2])
     """
     if backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
+        hint = "; torch.distributed's ranks are 'process_group', whatever its backend" if backend in _OF_TORCH else ""
+        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}{hint}")
     _check_timeout(timeout_s)
     if group is not None and backend != "process_group":
         raise ValueError(f"group belongs to backend 'process_group', not to {backend!r}")

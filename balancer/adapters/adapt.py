@@ -145,6 +145,7 @@ def adapter_for(
     builder.check_all_found()
     parts = Parts()
     root.flatten(example, parts)
+    parts.check_order()
     return Adapter(root, JaggedBatch(*parts.joined()).schema)
 
 

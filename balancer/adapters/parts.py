@@ -54,6 +54,20 @@ class Parts:
         if name in self._columns or name in self._lengths:
             raise ValueError(f"two fields of the batch are called {name!r}; rename one of them")
 
+    def check_order(self) -> None:
+        """Raise ValueError when values and lengths are declared the other way round: others would be blamed for it."""
+        for name, (values, lengths) in self._values.items():
+            if len(lengths) > 1 or not _could_be_lengths(values):
+                continue
+            declared = self._lengths[lengths[0]]
+            fits = _could_be_lengths(declared) and int(declared.to(torch.int64).sum()) == len(values)
+            if not fits and int(values.to(torch.int64).sum()) == len(declared):
+                raise ValueError(
+                    f"jagged={{{name!r}: {lengths[0]!r}}} has values and lengths the other way round: the numbers in "
+                    f"field {name!r} add up to the {len(declared)} rows of field {lengths[0]!r}; "
+                    f"say jagged={{{lengths[0]!r}: {name!r}}}"
+                )
+
     def joined(self) -> tuple[dict[str, Column], int]:
         """Put values and their lengths together, and count the samples.
 

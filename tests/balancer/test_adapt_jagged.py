@@ -90,6 +90,21 @@ def test_declarations_that_do_not_fit_the_batch_are_refused(jagged: dict[str, st
 
 
 L = torch.tensor([4, 0, 5])
+
+
+@pytest.mark.parametrize("pages", [torch.arange(9), torch.ones(9), torch.arange(9) - 4, np.full(9, 2**60)])
+@pytest.mark.parametrize("others", [{}, {"label": torch.ones(3)}])
+def test_values_and_lengths_the_other_way_round_are_told_and_no_other_field_is_blamed(pages: Any, others: Any) -> None:
+    with pytest.raises(ValueError, match=r"other way round: .* 'pl' add up to the 9 rows .*; say .*{'page': 'pl'}"):
+        adapter_for({"page": pages, "pl": L, **others}, {"pl": "page"})
+
+
+def test_lengths_that_could_be_values_of_their_values_are_taken_as_declared() -> None:
+    batch = {"page": torch.tensor([1, 0, 2]), "pl": torch.tensor([0, 3, 0])}  # each adds up to the rows of the other
+    assert_same(adapter_for(batch, {"page": "pl"}).flatten(batch)["page"].lengths, batch["pl"])
+    assert_same(adapter_for(batch, {"pl": "page"}).flatten(batch)["pl"].lengths, batch["page"])
+
+
 FORGOTTEN: list[tuple[dict[str, Any], str]] = [
     ({"page": torch.arange(9), "pl": L}, "field 'page' has 9 rows.*'pl' has 3 samples.*'pl' add.*={'page': 'pl'};"),
     ({"pl": L, "page": torch.arange(9)}, "field 'page' has 9 rows.*'pl' has 3 samples.*'pl' add.*={'page': 'pl'};"),

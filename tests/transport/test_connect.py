@@ -13,7 +13,11 @@ import torch
 from freescale.transport import Unavailable, connect, local_group
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "nccl"}, "backend must be one of local, process_group, mpi, verbs, copy_engine, got 'nccl'"),
+    (
+        {"backend": "nccl"},
+        "must be one of local, .*, copy_engine, got 'nccl'; torch.distributed's ranks are 'process_group'",
+    ),
+    ({"backend": "ucx"}, "backend must be one of .*, got 'ucx'$"),
     ({"backend": "verbs"}, r"through must be a transport that connects the ranks, such as connect\('mpi'\), got None"),
     ({"backend": "mpi", "through": object()}, "through belongs to backends 'verbs' and 'copy_engine', not to 'mpi'"),
     ({"backend": "local", "group": object()}, "group belongs to backend 'process_group', not to 'local'"),
