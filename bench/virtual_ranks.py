@@ -6,8 +6,10 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,6 +22,7 @@ from .lengths import length_source
 from .stopping import Stopping
 from .tables import Table, picture_beside, print_table, write_result
 from .virtual_rank_timing import ModelSize, RankTimer, reference_step
+from .virtual_runs import read_runs
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR, LEARNING_STEPS, Outcome, Point, Scale, Study, points
 
 _EPILOG = """examples:
@@ -74,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     limit = "begin no point that would end later (default 120)"
     add("--limit-s", "--budget-s", type=float, default=120.0, metavar="S", help=limit)
     add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
+    add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing: put together what --json wrote")
     add("--json", type=output_file, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -82,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     if options.plot is not None:
-        from .virtual_plot import draw  # before the work, so that a missing library shows at once
+        from . import virtual_plot  # noqa: F401 - before the work, so that a missing library shows at once
+    if options.read:
+        found, outcomes = read_runs(options.read)
+        _show(options, found, outcomes, [], console)
+        return 0
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU that torch can use, there is none")
@@ -91,43 +99,57 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     enough_s = _ENOUGH_S if device.type == "cuda" and options.repeats is None else math.inf
     timer = RankTimer(reference_step(scale.model, device, options.seed), device, options.repeats or 3, enough_s)
     study = Study(timer, source, scale, options.seed)
-    name = _device_name(device)
+
+    def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        about = {"device": _device_name(device), "lengths": options.lengths, "title": source.title}
+        return {**_figures(study, scale, outcomes), **about}
 
     def keep(outcomes: Sequence[Outcome]) -> None:  # at once: a run that is cut keeps what it has
         if options.json is not None:
-            write_figures(options.json, _figures(study, scale, options.lengths, name, outcomes))
+            write_figures(options.json, figures(outcomes))
 
     outcomes, failed = _measure_all(study, scale, options, console, keep)
-    titled = f"{source.title}, lengths x {scale.length_scale:g}, on {name}"
+    _show(options, figures(outcomes), outcomes, study.remarks, console)
+    return int(failed)
+
+
+def _show(
+    options: argparse.Namespace,
+    found: Mapping[str, Any],
+    outcomes: Sequence[Outcome],
+    remarks: Sequence[str],
+    console: Console,
+) -> None:
+    """Print everything, and write what was asked for."""
+    if options.plot is not None:
+        from .virtual_plot import draw
+    base = Point(outcomes[0].max_length, outcomes[0].batch_size, outcomes[0].world_size)
+    titled = f"{found.get('title', found['lengths'])}, lengths x {found['length_scale']:g}, on {found['device']}"
     table = _table(titled, outcomes)
     print_table(table, console)
-    remarks = [*study.remarks, verdict(outcomes, scale.base), _said(study.fit())]
+    remarks = [*remarks, verdict(outcomes, base), _said(ComputeFit.from_dict(found["fit"]))]
     for remark in remarks:
         console.print(remark, soft_wrap=True, markup=False)
     if options.json is not None:
+        write_figures(options.json, {**found, "outcomes": [asdict(outcome) for outcome in outcomes]})
         console.print(f"figures: {options.json}")
     if options.plot is not None:
-        draw(outcomes, scale.base, options.plot, titled)
+        draw(outcomes, base, options.plot, titled)
         console.print(f"picture: {options.plot}")
     if options.results is not None:
         title = "Virtual ranks: how long ranks wait for the slowest"
         shown = picture_beside(options.plot, options.results, "virtual ranks")
         about: list[Table | str] = [_METHOD, *shown, table, *remarks]
-        path = write_result(options.results, "virtual_ranks", title, environment(), about)
+        path = write_result(options.results, "virtual_ranks", title, found["environment"], about)
         console.print(f"written to {path}")
-    return int(failed)
 
 
-def _figures(
-    study: Study, scale: Scale, lengths: str, device_name: str, outcomes: Sequence[Outcome]
-) -> dict[str, object]:
+def _figures(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "kind": "virtual_ranks",
         "environment": environment(),
-        "device": device_name,
         "model": asdict(scale.model),
         "length_scale": scale.length_scale,
-        "lengths": lengths,
         "fit": study.fit().to_dict(),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
@@ -225,6 +247,7 @@ def _said(fit: ComputeFit) -> str:
 def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
     heads = [
         "length / batch / ranks, partitioner",
+        "batches",
         "straggler %",
         "least to most",
         "sparsity %",
@@ -237,6 +260,7 @@ def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
         ends = dict.fromkeys(f"{v:.2f}" for v in (o.straggler_percentage_least, o.straggler_percentage_most))
         table.add(
             f"{point}, {o.partitioner}",
+            str(o.batches),
             f"{o.straggler_percentage:.2f}",
             " to ".join(ends),
             f"{100 * o.sparsity:.1f}",

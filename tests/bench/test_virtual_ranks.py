@@ -14,6 +14,7 @@ from freescale.balancer import WorldSamples, fixed_batch_size, sparsity, straggl
 from freescale.bench import simulate, virtual_ranks
 from freescale.bench.lengths import length_source
 from freescale.bench.virtual_rank_timing import ModelSize, RankTimer, measure_plans, reference_step
+from freescale.bench.virtual_runs import pooled
 from freescale.bench.virtual_study import AS_LOADED, COST_MODEL, FLOOR, Outcome, Point, Scale, Study, points
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,6 +151,41 @@ def test_a_point_that_fails_is_said_and_the_others_are_measured_and_kept(
     assert virtual_ranks.main([*small, "--json", str(out)]) == 1
     assert "2,000 / 8 / 2: failed, CUDA out of memory." in capsys.readouterr().out
     assert {each["batch_size"] for each in json.loads(out.read_text())["outcomes"]} == {2, 4}
+
+
+def test_outcomes_of_several_runs_are_means_over_all_their_global_batches() -> None:
+    one = Outcome(21000, 128, 64, "FBS", 1, 2.0, 2.0, 2.0, 0.5, 100.0, 103.0)
+    three = Outcome(21000, 128, 64, "FBS", 3, 4.0, 1.0, 6.0, 0.7, 104.0, 107.0)
+    other = Outcome(8000, 128, 64, "FBS", 1, 1.0, 1.0, 1.0, 0.3, 50.0, 51.0)
+    together, alone = pooled([one, other, three])
+    assert (together.batches, together.straggler_percentage) == (4, 3.5)
+    assert (together.straggler_percentage_least, together.straggler_percentage_most) == (1.0, 6.0)
+    assert together.sparsity == pytest.approx(0.65)
+    assert (together.mean_ms, together.step_ms) == (103.0, 106.0)
+    assert alone == other
+
+
+def test_runs_are_put_together_without_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--device", "cpu", "--base", "2000", "2", "2", "--width", "8", "--repeats", "1"]
+    paths = [str(tmp_path / f"{seed}.json") for seed in (1, 2)]
+    assert virtual_ranks.main([*small, "--seed", "1", "--json", paths[0]]) == 0
+    assert virtual_ranks.main([*small, "--seed", "2", "--world-size", "4", "--json", paths[1]]) == 0
+    out, picture = tmp_path / "both.json", tmp_path / "both.png"
+    arguments = ["--json", str(out), "--plot", str(picture), "--results", str(tmp_path)]
+    assert virtual_ranks.main(["--read", *paths, *arguments]) == 0
+    runs, both = [json.loads(Path(path).read_text()) for path in paths], json.loads(out.read_text())
+    assert {(o["world_size"], o["batches"]) for o in both["outcomes"]} == {(2, 2), (4, 1)}
+    base = [run["outcomes"][0]["straggler_percentage"] for run in runs]
+    assert both["outcomes"][0]["straggler_percentage"] == pytest.approx(sum(base) / 2)
+    assert both["fit"] == runs[1]["fit"], "of the run that timed more"
+    assert both["environment"]["command"].count(";") == 1
+    assert picture.exists()
+    assert next(tmp_path.glob("*-virtual_ranks.md")).read_text().count("2,000 / 2 / 2, FBS") == 1
+    assert simulate.compute_of(out)[0].to_dict() == both["fit"]
+    capsys.readouterr()
+    Path(paths[1]).write_text(json.dumps(runs[1] | {"device": "another"}))
+    assert virtual_ranks.main(["--read", *paths]) == 2
+    assert "device is 'another'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
