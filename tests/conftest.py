@@ -26,12 +26,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--long"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    if torch.cuda.device_count() < 2:
-        _left_out.extend(item for item in items if item.get_closest_marker("gpus"))
-        items[:] = [item for item in items if not item.get_closest_marker("gpus")]
-        config.hook.pytest_deselected(items=_left_out)
+    _left_out.extend(item for item in items if _gpus_needed(item) > torch.cuda.device_count())
+    left_out = set(_left_out)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=_left_out)
+
+
+def _gpus_needed(item: pytest.Item) -> int:
+    """Of a test with ranks on GPUs: two, or one where the ranks may share it."""
+    marks = list(item.iter_markers("gpus"))
+    return 0 if not marks else 1 if all(mark.kwargs.get("shared") for mark in marks) else 2
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _left_out:
-        terminalreporter.write_line(f"{len(_left_out)} tests deselected, they need two CUDA GPUs")
+        what = "a CUDA GPU, or two" if not torch.cuda.is_available() else "two CUDA GPUs"
+        terminalreporter.write_line(f"{len(_left_out)} tests deselected, they need {what}")

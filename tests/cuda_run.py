@@ -3,6 +3,7 @@
 Any Python that can import torch, pytest and the package's dependencies will do; the package need not be installed.
 Everything has a deadline, and results are written as they come: to the terminal, and to results.md, results.json and
 a log for each start of a command in FOLDER. A case that hangs shows the stacks of all threads of all its processes.
+Where there is one GPU, ranks share it; what cannot be seen then is told as "not run".
 Exit status: 0 if all passed, 1 if something failed or the time was not enough, 2 for a mistake, or without a GPU.
 """
 
@@ -35,9 +36,10 @@ _CHECKS = (
 _CHECKS_OF_OURS = (
     "new_channels_wait_for_no_stream",
     "channels_do_not_wait_for_each_other",
-    "a_transfer_needs_no_multiprocessor",
     "a_profile_shows_copies_alone",
 )
+# Of two GPUs: copies within one need multiprocessors, and processes that share one take turns on it.
+_CHECKS_APART = ("a_transfer_needs_no_multiprocessor",)
 _MORE_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # checks leave more open than trainers do
 
 
@@ -47,33 +49,38 @@ def pytest_part(name: str, *arguments: str, case_s: float = 60.0, gpus: int = 1)
     return Part(name, command, case_s=case_s, gpus=gpus)
 
 
-def ranks_part(name: str, num_ranks: int, script: str, *arguments: str, case_s: float, tells: bool = True) -> Part:
-    """A script under torchrun on two GPUs."""
+def ranks_part(
+    name: str, num_ranks: int, script: str, *arguments: str, case_s: float, gpus: int = 1, tells: bool = True
+) -> Part:
+    """A script under torchrun. Where there are fewer GPUs than ranks, they share them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [*launcher, str(HERE / "support" / script), *arguments]
-    return Part(name, command, case_s=case_s, gpus=2, variables=_MORE_CHANNELS, tells=tells)
+    return Part(name, command, case_s=case_s, gpus=gpus, variables=_MORE_CHANNELS, tells=tells)
 
 
 def parts() -> list[Part]:
     """Everything, the most valuable first."""
     found = [pytest_part("pipeline", str(HERE / "balancer" / "test_pipeline_cuda.py"))]
     for engine in _ENGINES:
-        checks = _CHECKS if engine == "nccl" else (*_CHECKS, *_CHECKS_OF_OURS)
+        checks, gpus = (_CHECKS, 2) if engine == "nccl" else ((*_CHECKS, *_CHECKS_OF_OURS), 1)
         arguments = ("process_group", engine)
-        found.append(ranks_part(f"contract, {engine}", 2, "device_contract.py", *arguments, case_s=30))
-        found.append(ranks_part(f"checks, {engine}", 2, "device_checks.py", *arguments, *checks, case_s=40))
+        found.append(ranks_part(f"contract, {engine}", 2, "device_contract.py", *arguments, case_s=30, gpus=gpus))
+        found.append(ranks_part(f"checks, {engine}", 2, "device_checks.py", *arguments, *checks, case_s=40, gpus=gpus))
+        if engine != "nccl":
+            apart = (*arguments, *_CHECKS_APART)
+            found.append(ranks_part(f"checks apart, {engine}", 2, "device_checks.py", *apart, case_s=40, gpus=2))
     kernels = (str(HERE / "kernels"), "-m", "gpu")
     batches = (str(HERE / "balancer" / "test_batch.py"), "-k", "on_a_device")
     killed = (str(HERE / "multirank" / "test_device_contract_multirank.py"), "-k", "killed")
     found += [
         pytest_part("kernels", *kernels),
         pytest_part("batches", *batches),
-        pytest_part("killed peers", *killed, case_s=75, gpus=2),
+        pytest_part("killed peers", *killed, case_s=75),
         ranks_part("contract, peer, 4 ranks", 4, "device_contract.py", "process_group", "peer", case_s=40),
     ]
     for engine in _ENGINES:
-        stress = ("stream_stress.py", "100", "1", engine)
-        found.append(ranks_part(f"stress, {engine}", 2, *stress, case_s=150, tells=False))
+        stress, gpus = ("stream_stress.py", "100", "1", engine), 2 if engine == "nccl" else 1
+        found.append(ranks_part(f"stress, {engine}", 2, *stress, case_s=150, gpus=gpus, tells=False))
     return found
 
 

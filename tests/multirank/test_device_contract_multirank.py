@@ -13,6 +13,9 @@ from rank_processes import launch
 pytestmark = pytest.mark.multirank
 CONTRACT = Path(device_contract.__file__)
 CHECKS = CONTRACT.with_name("device_checks.py")
+SHARING = pytest.mark.gpus(shared=True)
+APART = pytest.mark.gpus
+ENGINES = [pytest.param("nccl", marks=APART), "peer", "segment", "staged"]  # NCCL wants a GPU for each rank
 # Checks leave more channels open than trainers do.
 PATHS = {"PYTHONPATH": str(CONTRACT.parent), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
@@ -44,19 +47,19 @@ def test_a_new_channel_waits_for_no_stream_where_registering_memory_would() -> N
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
-@pytest.mark.gpus
-@pytest.mark.parametrize("engine", ["nccl", "peer", "segment", "staged"])
+@SHARING
+@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_keep_the_contract_on_gpus(engine: str) -> None:
     keep_the_contract("process_group", engine, 2)
 
 
-@pytest.mark.gpus
+@SHARING
 def test_more_ranks_than_two_copy_pairwise() -> None:
     keep_the_contract("process_group", "peer", 4)
 
 
-@pytest.mark.gpus
-@pytest.mark.parametrize("engine", ["nccl", "peer", "segment", "staged"])
+@SHARING
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "check",
     [
@@ -76,15 +79,17 @@ def test_engines_on_gpus(engine: str, check: str) -> None:
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
-@pytest.mark.gpus
+@SHARING
 @pytest.mark.parametrize("engine", ["peer", "segment", "staged"])
-@pytest.mark.parametrize("check", ["a_profile_shows_copies_alone", "a_transfer_needs_no_multiprocessor"])
+@pytest.mark.parametrize(
+    "check", ["a_profile_shows_copies_alone", pytest.param("a_transfer_needs_no_multiprocessor", marks=APART)]
+)
 def test_engines_of_ours_launch_no_kernel(engine: str, check: str) -> None:
     done = launch("process_group", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
     assert done.returncode == 0, done.explain()
 
 
-@pytest.mark.gpus
+@SHARING
 @pytest.mark.parametrize("engine", ["peer", "segment"])
 def test_a_killed_peer_is_an_error_within_seconds(engine: str) -> None:
     check = "a_killed_peer_is_raised_at_the_next_call"

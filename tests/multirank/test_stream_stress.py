@@ -1,7 +1,7 @@
 """Training with random delays on every stream and poison in free buffers ends with the weights of the plain order.
 
-Threads stand for streams where there are no GPUs. The tests that are marked `gpus` do the same with CUDA streams; they
-were written without GPUs at hand and have to be run where there are two.
+Threads stand for streams where there are no GPUs. The tests that are marked `gpus` do the same with CUDA streams, of
+two ranks that may share a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_late_streams_and_spoiled_buffers_change_no_weight_in_many_steps(engine:
     train_under_stress(3, 100, seed, [engine], timeout_s=280)
 
 
-@pytest.mark.gpus
-@pytest.mark.parametrize("engine", ["nccl", "peer", "segment", "staged"])
+@pytest.mark.gpus(shared=True)
+@pytest.mark.parametrize("engine", [pytest.param("nccl", marks=pytest.mark.gpus), "peer", "segment", "staged"])
 def test_late_cuda_streams_and_spoiled_buffers_change_no_weight(engine: str) -> None:
     train_under_stress(2, 100, 1, [engine], timeout_s=150)

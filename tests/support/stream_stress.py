@@ -156,8 +156,9 @@ def check(host: Transport, engine: str, steps: int, seed: int) -> None:
             stack.enter_context(patch.object(device_contract, "HostStreams", lambda delay_s=0.0: make(0)))
             stack.enter_context(patch.object(device_contract, "SMALL_WINDOW", WINDOW_BYTES))
         else:
-            torch.cuda.set_device(host.rank)
-            device, calm = f"cuda:{host.rank}", device_contract.make_transport("process_group", engine, TIMEOUT_S)
+            index = host.rank % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            device, calm = f"cuda:{index}", device_contract.make_transport("process_group", engine, TIMEOUT_S)
             late = GpuDelays(random.Random(seed))
             delays, scribble = late.everywhere, late.scribble
         stressed = Poisoning(device_contract.make_transport("process_group", engine, TIMEOUT_S))
