@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,25 @@ def at_least_one(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return value
+
+
+def file_and_column(text: str) -> tuple[str, str]:
+    """Divide `path:column`, either of which may have colons: the longest path that exists is taken, wildcards too.
+
+    Returns:
+        Path and column, which is empty where none is named. Where no such path exists, the last colon divides, unless
+        what follows it looks like a part of a path (as in s3://bucket/file).
+
+    Example:
+        >>> file_and_column("missing.parquet:uih_page")
+        ('missing.parquet', 'uih_page')
+    """
+    ends = [len(text), *(place for place in range(len(text) - 1, -1, -1) if text[place] == ":")]
+    for end in ends:
+        if Path(text[:end]).exists() or glob.glob(text[:end]):
+            return text[:end], text[end + 1 :]
+    path, colon, column = text.rpartition(":")
+    return (path, column) if colon and "/" not in column else (text, "")
 
 
 def output_file(text: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from .arguments import file_and_column
 from .roles import infer_roles
 
 Ints = NDArray[np.int64]
@@ -46,12 +47,15 @@ class Histories:
         return self.ids[starts + np.arange(len(starts))]
 
 
-def read_histories(source: str, most_rows: int, most_ids: int, most_items: int | None = None) -> Histories:
+def read_histories(
+    source: str | Sequence[str], most_rows: int, most_ids: int, most_items: int | None = None
+) -> Histories:
     """Read a column's histories.
 
     Args:
         source: `path.parquet:column`; the path may be a folder or have wildcards, the column may be `outer.inner` for a
-            field of a struct, within lists too. Without a column, the one that looks like a history is taken.
+            field of a struct, within lists too. Without a column, the one that looks like a history is taken. Several
+            of them are read one after the other; the column may be named once.
         most_rows: Rows to read at most.
         most_ids: Ids to keep at most; further rows give lengths only.
         most_items: Stop reading after so many items; None: read on.
@@ -67,11 +71,11 @@ def read_histories(source: str, most_rows: int, most_ids: int, most_items: int |
         >>> found.lengths.tolist(), found.ids.tolist()
         ([3, 0], [1, 2, 3])
     """
-    paths, column = _files(source)
+    paths, column = _files([source] if isinstance(source, str) else source)
     remarks = []
     if not column:
         column = _guessed(paths[0])
-        remarks.append(f"No column was named; {column!r} looks like the history. Another: {source}:column.")
+        remarks.append(f"No column was named; {column!r} looks like the history. Another: {paths[0]}:column.")
     reader = _Reader(column, most_rows, most_ids, most_items)
     try:
         for path in paths:
@@ -84,20 +88,23 @@ def read_histories(source: str, most_rows: int, most_ids: int, most_items: int |
     return found
 
 
-def _files(source: str) -> tuple[list[str], str]:
-    """Split a source into files and column; a colon in a path (s3://, C:) stays there."""
-    path, colon, column = source.rpartition(":")
-    if not colon or "/" in column or Path(source).exists():
-        path, column = source, ""
-    if Path(path).is_dir():
-        paths = sorted(str(p) for p in Path(path).rglob("*.parquet"))
-    else:
-        paths = sorted(glob.glob(path)) or [path]
-    if not paths:
-        raise ValueError(f"folder {path} has no file that ends with .parquet")
-    if not Path(paths[0]).is_file():
-        raise ValueError(f"no file {path!r}; give path.parquet:column")
-    return paths, column
+def _files(sources: Sequence[str]) -> tuple[list[str], str]:
+    """Divide sources into files and the column of all."""
+    found = [file_and_column(source) for source in sources]
+    columns = dict.fromkeys(column for _, column in found if column)
+    if len(columns) > 1:
+        raise ValueError(f"one column is read of all files, got {' and '.join(map(repr, columns))}")
+    paths: list[str] = []
+    for path, _ in found:
+        inside = (
+            sorted(str(p) for p in Path(path).rglob("*.parquet")) if Path(path).is_dir() else sorted(glob.glob(path))
+        )
+        if Path(path).is_dir() and not inside:
+            raise ValueError(f"folder {path} has no file that ends with .parquet")
+        if not inside or not Path(inside[0]).is_file():
+            raise ValueError(f"no file {path!r}; give path.parquet:column")
+        paths += inside
+    return paths, next(iter(columns), "")
 
 
 def _guessed(path: str) -> str:
@@ -232,12 +239,17 @@ def _is_id(kind: pa.DataType) -> bool:
 
 
 def _numbers(leaves: list[pa.Array]) -> Ints:
-    """Give equal ids equal numbers."""
-    chunked = pa.chunked_array(leaves)
-    if not pa.types.is_integer(chunked.type):
-        chunked = chunked.dictionary_encode().unify_dictionaries()
-        return np.concatenate([_plain(chunk.indices) for chunk in chunked.chunks])
-    return np.concatenate([_plain(chunk) for chunk in chunked.chunks])
+    """Give equal ids equal numbers; integers of other widths, and other kinds of text, may come from other files."""
+    if all(pa.types.is_integer(leaf.type) for leaf in leaves):
+        return np.concatenate([_plain(leaf) for leaf in leaves])
+    kinds = list(dict.fromkeys(leaf.type for leaf in leaves))
+    if len(kinds) > 1:
+        leaves = [leaf.dictionary_decode() if pa.types.is_dictionary(leaf.type) else leaf for leaf in leaves]
+        if any(pa.types.is_integer(leaf.type) for leaf in leaves):
+            raise ValueError(f"ids have to be all text or all integers, files have {' and '.join(map(str, kinds))}")
+        leaves = [leaf.cast(pa.large_binary()) for leaf in leaves]
+    chunked = pa.chunked_array(leaves).dictionary_encode().unify_dictionaries()
+    return np.concatenate([_plain(chunk.indices) for chunk in chunked.chunks])
 
 
 def _plain(array: pa.Array) -> Ints:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from .arguments import read_parameters
+from .arguments import file_and_column, read_parameters
 from .embedding_workload import power_law
 
 _ZIPF: dict[str, float] = {"exponent": 1.05, "rows": 10_000_000, "median": 3500, "sigma": 1.0}
@@ -55,8 +55,8 @@ def id_source(text: str, seed: int | None = None) -> IdSource:
     name, _, rest = text.partition(":")
     if name == "zipf":
         return _zipf(rest, seed or 0)
-    path, colon, columns = text.rpartition(":")
-    if not colon or not path.endswith(".parquet"):
+    path, columns = file_and_column(text)
+    if not columns or not path.endswith(".parquet"):
         raise ValueError(f"--ids must be path.parquet:column or zipf, got {text!r}")
     return _parquet(Path(path), columns.split(","), seed)
 

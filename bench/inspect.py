@@ -22,6 +22,7 @@ from .tables import Table, print_table
 _EPILOG = """examples:
   python -m freescale.bench.inspect data.parquet:uih_page
   python -m freescale.bench.inspect 'logs/*.parquet:user.history' --world-size 64 512 --batch-size 128 --plot gain.png
+  python -m freescale.bench.inspect monday.parquet tuesday.parquet:uih_page
 
 The column holds one history a row: a list, a list of lists, a list of structs (column.field), text, or a length.
 Nothing is trained: a rank's time is taken to grow with its items. Rows are taken in the order of the file, as many as
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, at_least_one
-    add("data", metavar="DATA", help="path.parquet:column; a folder or wildcards work too")
+    add("data", nargs="+", metavar="DATA", help="path.parquet:column; a folder, wildcards, several files work too")
     add("--world-size", type=count, nargs="+", default=[8, 64, 256], metavar="N", help="ranks (default 8 64 256)")
     add("--batch-size", type=count, nargs="+", default=[32, 128], metavar="N", help="samples a rank (default 32 128)")
     add("--max-length", type=count, metavar="N", help="cut histories to their last N items (default: no cut)")

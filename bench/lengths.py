@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from .arguments import read_parameters
+from .arguments import file_and_column, read_parameters
 
 Lengths = NDArray[np.int64]
 
@@ -62,8 +62,8 @@ def length_source(text: str) -> LengthSource:
     if name in DISTRIBUTIONS:
         return _distribution(name, rest)
     if ".parquet" in text:
-        path, colon, column = text.rpartition(":")
-        if not colon or not column:
+        path, column = file_and_column(text)
+        if not column:
             raise ValueError(f"--lengths of a Parquet file needs a column, as in {text}:uih_page")
         lengths, what = _read_parquet(Path(path), column)
         return _listed(f"{Path(path).name}, {what}", lengths)

@@ -16,7 +16,9 @@ import torch
 from freescale.balancer import sparsity, straggler_percentage
 from freescale.bench import inspect
 from freescale.bench.histories import Histories, read_histories
+from freescale.bench.id_source import id_source
 from freescale.bench.inspection import inspect_histories
+from freescale.bench.lengths import length_source
 
 
 @pytest.fixture
@@ -66,6 +68,47 @@ def test_histories_are_read_from_any_nesting(parquet: Path, column: str, lengths
     assert found.lengths.tolist() == lengths
     assert found.ids.tolist() == ids
     assert found.num_rows_with_ids == (4 if ids else 0)
+
+
+def test_colons_in_names_of_files_and_columns_stay_there(parquet: Path, tmp_path: Path) -> None:
+    table = pa.table({"ns:uih": [[1, 2], [3]], "uih": [[1], [2]]})
+    pq.write_table(table, tmp_path / "10:30.parquet")
+    for source in (f"{tmp_path}/10:30.parquet:ns:uih", f"{tmp_path}/10:*.parquet:ns:uih"):
+        assert read_histories(source, 9, 9).lengths.tolist() == [2, 1]
+    assert length_source(f"{tmp_path}/10:30.parquet:ns:uih").draw(2, 1, 0)[0].sum() == 3
+    assert [len(ids) for ids in id_source(f"{tmp_path}/10:30.parquet:ns:uih").draw(0, 2, 9)] == [2, 1]
+    assert read_histories(f"{tmp_path}/10:30.parquet", 9, 9).remarks[0].startswith("No column was named; ")
+    with pytest.raises(ValueError, match=r"no file 's3://bucket/data.parquet'"):
+        read_histories("s3://bucket/data.parquet:uih", 9, 9)
+
+
+def test_several_files_are_read_one_after_the_other(parquet: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"uih": [[9] * 5]}), tmp_path / "more.parquet")
+    more = str(tmp_path / "more.parquet")
+    for sources in ([more, f"{parquet}:uih"], [f"{more}:uih", f"{parquet}:uih"]):
+        found = read_histories(sources, 9, 99)
+        assert found.lengths.tolist() == [5, 2, 0, 1, 3]
+        assert found.title == "more.parquet and 1 more, column uih"
+    with pytest.raises(ValueError, match="one column is read of all files, got 'uih' and 'nested'"):
+        read_histories([f"{more}:uih", f"{parquet}:nested"], 9, 9)
+    with pytest.raises(ValueError, match=r"no file 'missing\.parquet'"):
+        read_histories([more, "missing.parquet:uih"], 9, 9)
+
+
+def test_ids_of_several_files_may_be_of_other_widths_or_kinds_of_text(tmp_path: Path) -> None:
+    text = [["b", "a"], ["a"]]
+    for name, kind, values in (
+        ("narrow", pa.int32(), [[1, 2], [3]]),
+        ("wide", pa.uint64(), [[1], [3]]),
+        ("text", pa.string(), text),
+        ("coded", pa.dictionary(pa.int8(), pa.string()), text),
+    ):
+        pq.write_table(pa.table({"h": pa.array(values, pa.list_(kind))}), tmp_path / f"{name}.parquet")
+    files = {name: f"{tmp_path}/{name}.parquet:h" for name in ("narrow", "wide", "text", "coded")}
+    assert read_histories([files["narrow"], files["wide"]], 9, 9).ids.tolist() == [1, 2, 3, 1, 3]
+    assert read_histories([files["text"], files["coded"]], 9, 9).ids.tolist() == [0, 1, 1, 0, 1, 1]
+    with pytest.raises(ValueError, match="ids have to be all text or all integers, files have int32 and string"):
+        read_histories([files["narrow"], files["text"]], 9, 9)
 
 
 def test_nulls_and_columns_without_ids_are_remarked(parquet: Path) -> None:
