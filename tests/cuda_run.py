@@ -38,6 +38,7 @@ _CHECKS_OF_OURS = (
     "channels_do_not_wait_for_each_other",
     "a_profile_shows_copies_alone",
 )
+_CHECKS_OF_PEER = ("ranks_that_come_together_copy_a_piece_each",)
 # Of two GPUs: copies within one need multiprocessors, and processes that share one take turns on it.
 _CHECKS_APART = ("a_transfer_needs_no_multiprocessor",)
 _MORE_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # checks leave more open than trainers do
@@ -62,7 +63,8 @@ def parts() -> list[Part]:
     """Everything, the most valuable first."""
     found = [pytest_part("pipeline", str(HERE / "balancer" / "test_pipeline_cuda.py"))]
     for engine in _ENGINES:
-        checks, gpus = (_CHECKS, 2) if engine == "nccl" else ((*_CHECKS, *_CHECKS_OF_OURS), 1)
+        checks, gpus = (_CHECKS, 2) if engine == "nccl" else ((*_CHECKS_OF_OURS, *_CHECKS), 1)
+        checks = (*_CHECKS_OF_PEER, *checks) if engine == "peer" else checks
         arguments = ("process_group", engine)
         found.append(ranks_part(f"contract, {engine}", 2, "device_contract.py", *arguments, case_s=30, gpus=gpus))
         found.append(ranks_part(f"checks, {engine}", 2, "device_checks.py", *arguments, *checks, case_s=40, gpus=gpus))

@@ -47,6 +47,12 @@ def test_a_new_channel_waits_for_no_stream_where_registering_memory_would() -> N
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
+def test_ranks_that_come_together_copy_a_piece_each_and_a_late_one_copies_both() -> None:
+    check = "ranks_that_come_together_copy_a_piece_each"
+    done = launch("mpi", 2, CHECKS, ["mpi", "threads-peer", check], timeout_s=60, environment=PATHS)
+    assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
+
+
 @SHARING
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines_keep_the_contract_on_gpus(engine: str) -> None:
