@@ -21,7 +21,7 @@ from .arguments import at_least_one, input_files, output_file, output_folder, wr
 from .embedding_launches import Launcher, read_traces, run_all
 from .embedding_settings import LINKS, Sizes
 from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verdicts
-from .end_to_end_settings import CONTENDERS, Cell, Pace, Settings
+from .end_to_end_settings import ALL_LINKS, ALONE, CONTENDERS, Cell, Pace, Settings
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
 from .tables import Table, picture_beside, print_table, write_result
@@ -39,6 +39,7 @@ _EPILOG = """\
 examples:
   python -m freescale.bench.end_to_end --results bench/results --json out/end_to_end.json
   python -m freescale.bench.end_to_end --links sockets --cuts 8000 --batch-sizes 128 --limit-s 100
+  python -m freescale.bench.end_to_end --ranks 1 --cells even 2000x128     # one GPU is enough
   python -m freescale.bench.end_to_end --device cpu
 
 The first batch size goes with all cuts, and the first cut with all batch sizes; --cells takes any. Contenders are timed
@@ -88,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo, small (default cuda)")
-    add("--ranks", type=at_least_one, default=2, help="one a GPU (default 2)")
+    add("--ranks", type=at_least_one, default=2, help="one a GPU (default 2; 1: what pipelines cost by themselves)")
     add("--contenders", nargs="+", choices=tuple(CONTENDERS), help="default: all that run there")
-    add("--links", nargs="+", choices=tuple(LINKS), help="default: nvlink and shared memory")
+    add("--links", nargs="+", choices=ALL_LINKS, help="default: nvlink and shared memory, or one rank")
     add("--cuts", type=at_least_one, nargs="+", help="longest histories, in ids (default 8000 21000 2000)")
     add("--batch-sizes", type=at_least_one, nargs="+", help="samples a rank (default 128 32 512)")
     add("--even", action="store_true", help="also once where there is nothing to gain: equal lengths, tiny table")
@@ -117,6 +118,10 @@ def _complete(options: argparse.Namespace) -> None:
     if options.device == "cpu" and "sdd_dedup" in (options.contenders or []):
         raise ValueError("sdd_dedup runs on GPUs only: FBGEMM removes duplicates there")
     options.contenders = options.contenders or [c for c in CONTENDERS if options.device == "cuda" or c != "sdd_dedup"]
+    if any((link == ALONE) != (options.ranks == 1) for link in options.links or []):
+        raise ValueError(f"--links must be {ALONE!r} for --ranks 1 and only then, got {', '.join(options.links)}")
+    if options.ranks == 1:
+        options.links = [ALONE]
     for name, default in _DEFAULTS[options.device].items():
         setattr(options, name, getattr(options, name) or default)
     cells(options)  # refuses what is no cell

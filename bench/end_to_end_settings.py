@@ -6,7 +6,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .embedding_settings import Sizes
+from .embedding_settings import LINKS, Sizes
+
+ALONE = "one rank"
+ALL_LINKS = (*LINKS, ALONE)
+"""What there is to travel over; a rank alone has nobody to send to, and shows what pipelines cost by themselves."""
 
 CONTENDERS: dict[str, str] = {
     "base": "TorchRec, TrainPipelineBase",
@@ -67,7 +71,7 @@ class Settings:
     Attributes:
         device: "cuda" or "cpu".
         world_size: Ranks.
-        link: A name in `embedding_settings.LINKS`.
+        link: A name in `ALL_LINKS`.
         contenders: Names in `CONTENDERS`.
         cells: Workloads, most important first.
         sizes: Of the model; its batch size is the cells'.

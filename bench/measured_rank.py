@@ -114,8 +114,8 @@ class MeasuredRank:
 
 @contextmanager
 def process_group(link: str, device_type: str, world_size: int, rank: int, port: int) -> Iterator[None]:
-    """Enter the process group of all ranks, over a link."""
-    os.environ.update(LINKS[link])
+    """Enter the process group of all ranks, over a link; over what NCCL takes by itself if the name is none of them."""
+    os.environ.update(LINKS.get(link, {}))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     if device_type == "cuda":

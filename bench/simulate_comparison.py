@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .tables import Table
 
-LINKS = {"nvlink": "nvlink_pair", "shared memory": "shared_memory", "sockets": "sockets"}
-"""Links of bench.embedding and bench.end_to_end, and the clusters that stand for them."""
+LINKS = {"nvlink": "nvlink_pair", "shared memory": "shared_memory", "sockets": "sockets", "one rank": "nvlink_pair"}
+"""Links of bench.embedding and bench.end_to_end, and the clusters that stand for them; one rank sends nothing."""
 
 LEAST_COMPUTE_MS = 40.0
 """Shorter steps may wait for the host, which takes some 30 ms to launch one; simulated hosts are never late."""

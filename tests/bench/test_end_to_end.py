@@ -49,6 +49,24 @@ def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys:
     assert f"`{command}; {command}`" in reported.read_text()
 
 
+@pytest.mark.multirank
+def test_a_rank_alone_shows_what_pipelines_cost_by_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "found.json"
+    size = ["--ranks", "1", "--cells", "even", "--rounds", "1", "--warm-up", "3", "--timed", "3", "--traced", "0"]
+    small = ["--device", "cpu", *size, "--contenders", "freescale", "sdd", "prioritized", "--json", str(measured)]
+    assert end_to_end.main(small) == 0
+    said = capsys.readouterr().out
+    assert "one rank, cut 20, 8 samples a rank, nothing to gain, against TorchRec, SDD: step " in said
+    found = [each for each in json.loads(measured.read_text())["found"] if each["kind"] == "measurement"]
+    assert {(each["link"], each["rank"], each["contender"]) for each in found} == {
+        ("one rank", 0, name) for name in ("freescale", "sdd", "prioritized")
+    }
+    first = {each["contender"]: each["losses"][0] for each in found}
+    assert first["sdd"] == pytest.approx(first["freescale"], rel=0.2), "the same loss, of other random weights"
+
+
 def test_rings_deal_each_global_batch_once_and_scales_make_means_global() -> None:
     workload = Workload(50, 0.1, 1, 12, 4000, median=30.0)
     rings = [make_ring(workload, 4, rank, 3, pinned=False) for rank in range(3)]
@@ -140,6 +158,8 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (["--cells", "8000"], "--cells must be of the form CUTxBATCH, such as 8000x128, or even; got '8000'"),
         (["--warm-up", "2"], "--warm-up must be at least 3, got 2"),
         (["--traced", "3"], "--traced must be at least 4, because three of the steps are left out, got 3"),
+        (["--ranks", "1", "--links", "nvlink"], "--links must be 'one rank' for --ranks 1 and only then, got nvlink"),
+        (["--links", "nvlink", "one rank"], "--links must be 'one rank' for --ranks 1 and only then, got nvlink, one"),
         (["--ranks", "99"], "--ranks 99 needs as many GPUs"),
         (["--read", "/nowhere.json"], "--read must name files that --json wrote, /nowhere.json is none"),
         (["--read", str(Path(__file__))], "is none"),
