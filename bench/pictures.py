@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,4 +90,16 @@ def count_axis(axes: Axes, values: list[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def named_bars(axes: Axes, values: Mapping[str, float], label: str) -> None:
+    """Draw one bar a technique, with its value: for one setting lines would be dots that hide each other."""
+    names = list(values)
+    for place, (name, value) in enumerate(values.items()):
+        axes.barh(place, value, color=colour_of(name, names))
+        axes.text(value, place, f" {value:,.3g}" if value < 1000 else f" {value:,.0f}", va="center", fontsize="small")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 1.15 * max([*values.values(), 1e-9]))
     axes.set_xlabel(label)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .pictures import colour_of, count_axis, picture
+from .pictures import colour_of, count_axis, named_bars, picture
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from .simulate import Row
 
 _PANELS = (
@@ -30,23 +32,40 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     techniques = list(dict.fromkeys(row.technique for row in rows))
     sizes = sorted({row.world_size for row in rows})
     with picture(path, 17, 4.4 * len(clusters) + 1.0, f"Simulated, not measured: {title}") as figure:
-        panels = figure.subplots(len(clusters), len(_PANELS), squeeze=False)
+        panels = figure.subplots(len(clusters), len(_PANELS), squeeze=False, sharey="row" if len(sizes) == 1 else False)
         for line, cluster in zip(panels, clusters, strict=True):
             for axes, (field, label) in zip(line, _PANELS, strict=True):
-                for technique in techniques:
-                    chosen = [r for r in rows if r.cluster == cluster and r.technique == technique]
-                    share = [r.world_size if field == "samples_per_s" else 1 for r in chosen]
-                    values = [getattr(r.simulated, field) / s for r, s in zip(chosen, share, strict=True)]
-                    style = "--" if technique.endswith("over NCCL") else "-"  # often on top of the one without
-                    colour = colour_of(technique, techniques)
-                    axes.plot([r.world_size for r in chosen], values, style, marker="o", label=technique, color=colour)
-                count_axis(axes, sizes, "ranks")
-                axes.tick_params(axis="x", rotation=45)
-                if field in _LOGARITHMIC and any(getattr(r.simulated, field) > 0 for r in rows):
-                    axes.set_yscale("log")
-                    axes.yaxis.set_major_formatter("{x:g}")
+                chosen = [row for row in rows if row.cluster == cluster]
+                if len(sizes) == 1:
+                    named_bars(axes, {row.technique: _value(row, field) for row in chosen}, label)
                 else:
-                    axes.set_ylim(0, None)
-                axes.set_title(f"cluster {cluster} (simulated)", fontsize="medium")
-                axes.set_ylabel(label)
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
+                    _draw_lines(axes, chosen, field, label, techniques)
+                ranks = f", {sizes[0]:,} ranks" if len(sizes) == 1 else ""
+                axes.set_title(f"cluster {cluster} (simulated){ranks}", fontsize="medium")
+        if len(sizes) > 1:
+            lines = panels[0][0].get_legend_handles_labels()
+            figure.legend(*lines, loc="outside lower center", ncols=7, frameon=False)
+
+
+def _value(row: Row, field: str) -> float:
+    value: float = getattr(row.simulated, field)
+    return value / row.world_size if field == "samples_per_s" else value
+
+
+def _draw_lines(axes: Axes, rows: Sequence[Row], field: str, label: str, techniques: list[str]) -> None:
+    """Draw a line a technique over the number of ranks."""
+    for technique in techniques:
+        chosen = [row for row in rows if row.technique == technique]
+        style = "--" if technique.endswith("over NCCL") else "-"  # often on top of the one without
+        values = [_value(row, field) for row in chosen]
+        colour = colour_of(technique, techniques)
+        axes.plot([row.world_size for row in chosen], values, style, marker="o", label=technique, color=colour)
+    count_axis(axes, sorted({row.world_size for row in rows}), "ranks")
+    axes.tick_params(axis="x", rotation=45)
+    if field in _LOGARITHMIC and any(_value(row, field) > 0 for row in rows):
+        axes.set_yscale("log", subs=[2, 5])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
+    axes.set_ylabel(label)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .pictures import colour_of, count_axis, picture
+from .pictures import colour_of, count_axis, named_bars, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,9 +22,14 @@ _FIRST = ("as loaded", "FBS", "VBS", "greedy", "greedy, measured cost model")
 def draw(outcomes: Sequence[Outcome], base: Point, path: Path, title: str) -> None:
     """Write a picture: above straggler percentage of all partitioners, below sparsity; one column an axis.
 
+    Where a single setting was measured, both are bars.
+
     Raises:
         ValueError: The file cannot be written, or its ending names no picture format.
     """
+    if len({(o.max_length, o.batch_size, o.world_size) for o in outcomes}) == 1:
+        _draw_one_setting(outcomes, path, title)
+        return
     around = f"{title}\nvirtual ranks around {base} (longest history / samples a rank / ranks)"
     with picture(path, 14, 8, around) as figure:
         panels = figure.subplots(2, 3, sharey="row")
@@ -42,6 +47,19 @@ def draw(outcomes: Sequence[Outcome], base: Point, path: Path, title: str) -> No
         panels[0][0].set_ylabel("waiting for the slowest rank, % of a step")
         panels[1][0].set_ylabel("sparsity: padding in a batch, %")
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+
+
+def _draw_one_setting(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+    at = outcomes[0]
+    setting = f"{at.world_size} ranks x {at.batch_size} samples, histories of up to {at.max_length:,} items"
+    with picture(path, 14, 4.2, f"{title}\n{setting}") as figure:
+        waiting, padding = figure.subplots(1, 2, width_ratios=[3, 2])
+        shown = {o.partitioner: o.straggler_percentage for o in outcomes}
+        named_bars(waiting, shown, "waiting for the slowest rank, % of a step")
+        named_bars(padding, {o.partitioner: 100 * o.sparsity for o in outcomes if _pads(o)}, "padding in a batch, %")
+        waiting.set_title("How long do ranks wait?")
+        padding.set_title("How much would be padding?")
+        padding.set_xlim(0, 100)
 
 
 def _on_axis(outcome: Outcome, base: Point, field: str) -> bool:
