@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .transport_ways import Begin, agree, is_right, largest, to_others
+from .transport_ways import Begin, agree, is_right, largest, to_others, together
 
 _STEP_MS = 30.0
 _HEAD = 64
@@ -51,9 +51,13 @@ class Contention:
 
 
 class Block:
-    """A transformer block in bf16, forward, run over and over until a step takes about 30 ms."""
+    """A transformer block in bf16, forward, run over and over until a step takes about 30 ms.
 
-    def __init__(self, sequence: int, hidden: int) -> None:
+    Without `computes` nothing is run: processes that share a GPU take turns on it, so only one of them may compute.
+    """
+
+    def __init__(self, sequence: int, hidden: int, computes: bool = True) -> None:
+        self._computes = computes
         self._batch = max(1, _TOKENS // sequence)
         self._heads = hidden // _HEAD
         make = torch.Generator("cuda").manual_seed(0)
@@ -74,7 +78,7 @@ class Block:
     def step(self) -> Tensor:
         """Enqueue a step on the current stream."""
         values = self._input
-        for _ in range(self._passes):
+        for _ in range(self._passes if self._computes else 0):
             values = self._once(values)
         return values
 
@@ -109,7 +113,7 @@ def measure(
     for name, begin in ways.items():
         try:
             found += _beside(block, place, name, begin, Place(rank, world_size, steps, alone))
-        except RuntimeError as error:
+        except RuntimeError as error:  # on all ranks
             sys.stdout.write(f"{name} beside sequence {place[0]}, hidden {place[1]}: {error}\n")
     return found
 
@@ -130,7 +134,8 @@ def _beside(block: Block, place: tuple[int, int], name: str, begin: Begin, here:
     traffic, steps = Traffic(begin, here.rank, here.world_size), here.steps
     # Just before and just after, as clocks change with what ran before.
     first = statistics.median(block.timed() for _ in range(steps // 2 + 1))
-    beside = [block.timed(partial(traffic.send, 1, 256 << 20)) for _ in range(steps)]
+    send = partial(traffic.send, 1, 256 << 20)
+    beside = together(lambda: [block.timed(send) for _ in range(steps)])
     endless = [traffic.endless(block, here.alone_ms) for _ in range(max(3, steps // 2))]
     last = statistics.median(block.timed() for _ in range(steps // 2 + 1))
     base = largest((first + last) / 2)
@@ -180,14 +185,17 @@ class Traffic:
 
     def _message_ms(self) -> float:
         """How much later the last of some messages arrives for each message more, once all have been begun."""
-        self.send(4, _ENDLESS_MESSAGE_BYTES)
-        agree(True)
-        clock = time.perf_counter()
-        begun, ended = self.send(40, _ENDLESS_MESSAGE_BYTES)
-        host_ms = (time.perf_counter() - clock) * 1e3
-        ended.synchronize()
-        whole = begun.elapsed_time(ended)
-        return largest(max(whole - host_ms, whole / 4) / 40)
+        together(lambda: self.send(4, _ENDLESS_MESSAGE_BYTES))
+
+        def forty() -> float:
+            clock = time.perf_counter()
+            begun, ended = self.send(40, _ENDLESS_MESSAGE_BYTES)
+            host_ms = (time.perf_counter() - clock) * 1e3
+            ended.synchronize()
+            whole = float(begun.elapsed_time(ended))
+            return max(whole - host_ms, whole / 4) / 40
+
+        return largest(together(forty))
 
     def endless(self, block: Block, alone_ms: float) -> tuple[float, float, bool]:
         """Run a step beside traffic that is meant to outlast it.
@@ -195,10 +203,14 @@ class Traffic:
         Returns:
             Milliseconds of the step, rate of the traffic in GB/s each way, and whether the traffic did outlast it.
         """
-        agree(True)
         count = min(_MOST_MESSAGES, math.ceil(1.3 * alone_ms / self.message_ms) + 8)
-        begun, ended = self.send(count, _ENDLESS_MESSAGE_BYTES)
-        took, over = block.run()
-        ended.synchronize()
-        rate = count * _ENDLESS_MESSAGE_BYTES / begun.elapsed_time(ended) / 1e6
-        return took, rate, over.elapsed_time(ended) > 0
+
+        def beside() -> tuple[float, float, bool]:
+            begun, ended = self.send(count, _ENDLESS_MESSAGE_BYTES)
+            took, over = block.run()
+            ended.synchronize()
+            rate = count * _ENDLESS_MESSAGE_BYTES / begun.elapsed_time(ended) / 1e6
+            return took, rate, over.elapsed_time(ended) > 0
+
+        agree(True)
+        return together(beside)

@@ -20,20 +20,25 @@ from .arguments import output_file, output_folder, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
-from .transport_rank import Settings
+from .transport_rank import BETWEEN_GPUS, BY_THE_HOST, Settings
 
 _EPILOG = """examples:
   python -m freescale.bench.transport --plot figure10.png        two or more GPUs of one host, some minutes
   python -m freescale.bench.transport --quick                    a minute
+  python -m freescale.bench.transport --ranks 2                  on one GPU: what two ranks that share it can show
 
-Starts one rank a GPU. Every way is checked to bring the right bytes before it is timed. "alone" is the same workload
-without traffic, measured just before and after. The ways: NCCL as torch.distributed calls it; NCCL n with n thread
-blocks; NCCL shm over host memory (NCCL_P2P_DISABLE=1); process_group, our transport over NCCL; copy_engine; segment,
-the same through host memory that both GPUs registered; staged, through pinned memory and gloo. A rank sends the given
-bytes to the others, and keeps none."""
+Starts one rank a GPU, or more where --ranks says so: ranks that share a GPU share its link to the host too, NCCL
+refuses them, a copy between them stays within the GPU, and only the first of them computes. Every way is checked to
+bring the right bytes before it is timed. "alone" is the same workload without traffic, measured just before and after.
+The ways: NCCL as torch.distributed calls it; NCCL n with n thread blocks; NCCL shm over host memory
+(NCCL_P2P_DISABLE=1); process_group, our transport over NCCL; copy_engine; segment, the same through host memory that
+both GPUs registered; staged, through pinned memory and gloo. A rank sends the given bytes to the others, and keeps
+none. Host memory over MPI: python -m freescale.bench.transport_host."""
 
 _SIZES = tuple(8 << shift for shift in (0, 6, 11, 14, 17, 20, 23, 25))
 _WAYS = ("NCCL", "process_group", "copy_engine", "segment", "staged")
+_CONTENDED = ("NCCL", "copy_engine", "segment")
+_NEEDS_GPUS_APART = ("NCCL", "process_group")
 _SHM = {"NCCL_P2P_DISABLE": "1"}
 _SHM_LIMIT_S = 20.0
 
@@ -78,16 +83,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, share: bool) -> Settings:
     if options.quick:
         options.sizes, options.sequences, options.hidden = (8, 1 << 16, 64 << 20), (1024, 8192), (512,)
-    settings = Settings(ways=_WAYS, sizes=tuple(options.sizes), limit_s=options.limit_s)
+    ways = tuple(way for way in _WAYS if not share or way not in _NEEDS_GPUS_APART)
+    settings = Settings(ways=ways, sizes=tuple(options.sizes), limit_s=options.limit_s)
     if options.no_contention:
         return settings
+    contended = tuple(way for way in _CONTENDED if way in ways)
     return replace(
         settings,
-        contended=("NCCL", "copy_engine", "segment"),
-        swept=tuple(f"NCCL {count}" for count in options.channels),
+        contended=(*contended, "staged") if share else contended,
+        swept=() if share else tuple(f"NCCL {count}" for count in options.channels),
         sequences=tuple(options.sequences),
         hiddens=tuple(options.hidden),
         sweep_hidden=512 if 512 in options.hidden else options.hidden[0],
@@ -99,12 +106,10 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     refuse_inside_a_launch()
     if options.plot is not None:
         from . import transport_plot  # noqa: F401  before the work, so that a missing library shows at once
-    num_ranks = options.ranks or torch.cuda.device_count()
-    if num_ranks < 2 or torch.cuda.device_count() < 2:
-        raise ValueError(f"this bench needs two GPUs of one host, found {torch.cuda.device_count()}")
-    settings = _settings(options)
+    num_ranks, share = _ranks(options.ranks, torch.cuda.device_count())
+    settings = _settings(options, share)
     found = _launched(settings, num_ranks, {}, console)
-    if settings.contended:
+    if settings.contended and not share:
         _save(options, settings, found)
         limit = min(options.limit_s, _SHM_LIMIT_S)
         hidden = (settings.sweep_hidden,)
@@ -117,6 +122,21 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             print_table(part, console)
         else:
             console.print(part, soft_wrap=True, highlight=False)
+
+
+def _ranks(asked: int | None, num_gpus: int) -> tuple[int, bool]:
+    """How many ranks to start, and whether some share a GPU.
+
+    Raises:
+        ValueError: No GPU, fewer than two ranks, or one GPU and no word that ranks are to share it.
+    """
+    if not num_gpus:
+        raise ValueError("this bench needs a CUDA GPU, and torch sees none; for host memory: bench.transport_host")
+    if asked is not None and asked < 2:
+        raise ValueError(f"--ranks must be at least 2, got {asked}: one rank sends nothing")
+    if asked is None and num_gpus == 1:
+        raise ValueError("this bench needs two GPUs of one host, found 1; --ranks 2 lets two ranks share it")
+    return asked or num_gpus, (asked or num_gpus) > num_gpus
 
 
 def _report(found: Mapping[str, Any]) -> list[Table | str]:
@@ -178,13 +198,15 @@ def _limits_table(limits: Mapping[str, float]) -> Table:
 
 
 def _transfer_table(found: Mapping[str, Any]) -> Table:
-    columns = ["way", "bytes", "one at a time µs", "four under way µs", "GB/s each way", "of peer copy", "host µs"]
+    columns = ["way", "bytes", "one at a time µs", "four under way µs", "GB/s each way", "of plain copies", "host µs"]
     table = Table("all_to_all, bytes that a rank sends", columns)
-    limit = found["limits"].get("peer copy, all GPUs at once", 0.0)
+    limits = found["limits"]
+    between = next((limits[name] for name in BETWEEN_GPUS if name in limits), 0.0)
     for each in sorted(found["transfers"], key=lambda e: e["size_bytes"]):
         if not each["correct"]:
             table.add(each["way"], f"{each['size_bytes']:,}", *["wrong output, not timed"] * 5)
             continue
+        limit = limits.get(BY_THE_HOST, 0.0) if each["way"] in ("segment", "staged") else between
         rate = each["size_bytes"] / each["flight_us"] / 1e3
         share = f"{rate / limit:.0%}" if limit else "-"
         times = (f"{each['latency_us']:.1f}", f"{each['flight_us']:.1f}", f"{rate:.1f}", share)

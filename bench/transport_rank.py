@@ -17,11 +17,13 @@ import torch.distributed as dist
 from ..transport import Transport, connect
 from .contention import Block, measure
 from .launch import rank_main
-from .transport_ways import Begin, agree, is_right, largest, make_ways, to_others
+from .transport_ways import Begin, agree, is_right, largest, make_ways, to_others, together
 
 _LIMIT_BYTES = 256 << 20
 _REPEATS = 5
 _BUDGET_S = 0.04
+BY_THE_HOST = "D2H and H2D at once"
+BETWEEN_GPUS = ("peer copy, all GPUs at once", "copy within the GPU, all ranks at once")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ def main(path: Path) -> None:
     settings = Settings(**json.loads(path.read_text()))
     deadline = time.monotonic() + settings.limit_s
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count()
+    torch.cuda.set_device(dist.get_rank() % num_gpus)
     base = connect("process_group", timeout_s=60)
-    found: dict[str, object] = {"limits": _limits(base.rank) if settings.sizes else {}}
+    found: dict[str, object] = {"limits": _limits(base) if settings.sizes else {}}
     names = dict.fromkeys([*settings.ways, *settings.contended, *settings.swept])
     every = make_ways(list(names), base)
     transfers: list[Transfer] = []
@@ -95,7 +98,7 @@ def main(path: Path) -> None:
             break
         swept = settings.swept if hidden == settings.sweep_hidden else ()
         ways = {name: every[name] for name in (*settings.contended, *swept)}
-        block = Block(sequence, hidden)
+        block = Block(sequence, hidden, computes=base.rank < num_gpus)
         place = (sequence, hidden)
         rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps))
         del block
@@ -139,12 +142,15 @@ def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
     splits = to_others(base.rank, base.world_size, size)
     rows = torch.zeros(sum(splits), dtype=torch.uint8, device="cuda")
     outs = [torch.empty_like(rows) for _ in range(4)]
-    begin(rows, splits, splits, outs[0])()
-    agree(True)
-    clock = time.perf_counter()
-    begin(rows, splits, splits, outs[0])()
-    torch.cuda.synchronize()
-    once = largest(time.perf_counter() - clock)
+
+    def take_once() -> float:
+        clock = time.perf_counter()
+        begin(rows, splits, splits, outs[0])()
+        torch.cuda.synchronize()
+        return time.perf_counter() - clock
+
+    together(take_once)
+    once = largest(together(take_once))
     count = 4 * max(1, min(25, int(_BUDGET_S / once / 4)))
     repeats = _REPEATS if once < _BUDGET_S else 1
 
@@ -157,7 +163,7 @@ def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
             for join in [begin(rows, splits, splits, out) for out in outs]:
                 join()
 
-    one_at_a_time()
+    together(one_at_a_time)
     latency, _ = _median_us(one_at_a_time, count, repeats)
     flight, host = _median_us(in_flight, count, repeats)
     return Transfer(name, size, True, latency, flight, host)
@@ -166,8 +172,8 @@ def _timed(name: str, begin: Begin, base: Transport, size: int) -> Transfer:
 def _median_us(run: Callable[[], None], count: int, repeats: int = _REPEATS) -> tuple[float, float]:
     """Microseconds of one of `count` on the GPU's clock, and on the host; of the slowest rank."""
     times, hosts = [], []
-    for _ in range(repeats):
-        agree(True)
+
+    def timed() -> None:
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begun.record()
         clock = time.perf_counter()
@@ -176,11 +182,15 @@ def _median_us(run: Callable[[], None], count: int, repeats: int = _REPEATS) -> 
         ended.record()
         ended.synchronize()
         times.append(begun.elapsed_time(ended) / count * 1e3)
+
+    agree(True)
+    for _ in range(repeats):
+        together(timed)
     return largest(statistics.median(times)), largest(statistics.median(hosts))
 
 
-def _limits(rank: int) -> dict[str, float]:
-    """GB/s of plain copies, of this rank's GPU while all ranks copy: what no transport can exceed."""
+def _limits(base: Transport) -> dict[str, float]:
+    """GB/s of plain copies, of this rank while all ranks copy: what no transport can exceed."""
     device = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, pin_memory=True)
     found = {
@@ -200,11 +210,14 @@ def _limits(rank: int) -> dict[str, float]:
         for stream in (down, up):
             here.wait_stream(stream)
 
-    found["D2H and H2D at once"] = _rate(both)
-    if torch.cuda.device_count() > 1:
+    found[BY_THE_HOST] = _rate(both)
+    num_gpus = torch.cuda.device_count()
+    if base.world_size > num_gpus:
+        found[BETWEEN_GPUS[1]] = _rate(lambda: other.copy_(device))
+    else:
         from cuda.bindings import runtime
 
-        peer = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, device=f"cuda:{(rank + 1) % torch.cuda.device_count()}")
+        peer = torch.empty(_LIMIT_BYTES, dtype=torch.uint8, device=f"cuda:{(base.rank + 1) % num_gpus}")
         peer[:1].copy_(device[:1])  # gives access
         kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
@@ -212,7 +225,7 @@ def _limits(rank: int) -> dict[str, float]:
             stream = torch.cuda.current_stream().cuda_stream
             runtime.cudaMemcpyAsync(peer.data_ptr(), device.data_ptr(), _LIMIT_BYTES, kind, stream)
 
-        found["peer copy, all GPUs at once"] = _rate(to_peer)
+        found[BETWEEN_GPUS[0]] = _rate(to_peer)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ Begin = Callable[[Tensor, Sequence[int], Sequence[int], Tensor], Callable[[], ob
 
 _DEADLINE_S = 15.0
 _c10d: Any = dist  # torch's stubs lack what is used through this name
+T = TypeVar("T")
 
 
 def make_ways(names: Sequence[str], base: Transport) -> dict[str, Begin]:
@@ -69,19 +70,40 @@ def is_right(begin: Begin, rank: int, world_size: int, size_bytes: int) -> bool:
     """Whether what arrives is what the others sent; collective. Two exchanges of different contents."""
     splits = to_others(rank, world_size, size_bytes)
     piece = max(splits)
-    found = True
-    for step in range(2):
-        rows = torch.cat([_content(rank, peer, piece, step) for peer in range(world_size) if peer != rank])
-        out = torch.zeros_like(rows)
-        begin(rows, splits, splits, out)()
-        expected = torch.cat([_content(peer, rank, piece, step) for peer in range(world_size) if peer != rank])
-        found = found and torch.equal(out, expected)
-    return agree(found)
+
+    def exchange_twice() -> bool:
+        found = True
+        for step in range(2):
+            rows = torch.cat([_content(rank, peer, piece, step) for peer in range(world_size) if peer != rank])
+            out = torch.zeros_like(rows)
+            begin(rows, splits, splits, out)()
+            expected = torch.cat([_content(peer, rank, piece, step) for peer in range(world_size) if peer != rank])
+            found = found and torch.equal(out, expected)
+        return found
+
+    return agree(together(exchange_twice))
 
 
 def _content(source: int, target: int, size: int, step: int) -> Tensor:
     values = torch.arange(size, device="cuda") * 31 + 7 * source + 3 * target + step
     return values.to(torch.uint8)
+
+
+def together(part: Callable[[], T]) -> T:
+    """Do this rank's part of a measurement; collective, but nothing in the part may be.
+
+    Raises:
+        RuntimeError: It failed here or on another rank: then it raises on all, and they go on together.
+    """
+    failure: RuntimeError | None = None
+    results: list[T] = []
+    try:
+        results.append(part())
+    except RuntimeError as error:
+        failure = error
+    if not agree(failure is None):
+        raise RuntimeError("it failed on another rank") if failure is None else failure
+    return results[0]
 
 
 def agree(mine: bool) -> bool:
@@ -91,7 +113,8 @@ def agree(mine: bool) -> bool:
 
 def largest(mine: float) -> float:
     """The largest of all ranks' numbers; collective, and waits for this rank's GPU."""
-    torch.cuda.synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     both = torch.tensor([mine], dtype=torch.float64, device="cpu")
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return float(both)

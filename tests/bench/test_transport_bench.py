@@ -1,4 +1,4 @@
-"""What bench.transport makes of figures, and what it says without two GPUs."""
+"""What bench.transport makes of figures, what it says without GPUs, and that a rank's failure is everybody's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from freescale.bench.tables import Table, markdown
-from freescale.bench.transport import _report, main
+from freescale.bench.transport import _parser, _ranks, _report, _settings, main
 from freescale.bench.transport_ways import to_others
+
+from rank_processes import launch
 
 
 def contention(sequence: int, traffic: str, way: str, ms: float, slowdown: float) -> dict[str, Any]:
@@ -56,10 +58,66 @@ def test_a_rank_sends_to_the_others_alone() -> None:
     assert to_others(1, 3, 20) == [10, 0, 10]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are two GPUs")
-def test_without_two_gpus_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "needs two GPUs of one host, found" in capsys.readouterr().err
+    assert "needs a CUDA GPU, and torch sees none; for host memory: bench.transport_host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "found"), [(None, 4, (4, False)), (2, 4, (2, False)), (2, 1, (2, True)), (8, 4, (8, True))]
+)
+def test_ranks_share_gpus_only_where_there_are_more_of_them(
+    asked: int | None, num_gpus: int, found: tuple[int, bool]
+) -> None:
+    assert _ranks(asked, num_gpus) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "text"),
+    [(1, 2, "--ranks must be at least 2, got 1"), (None, 1, "--ranks 2 lets two ranks share")],
+)
+def test_too_few_ranks_are_named(asked: int | None, num_gpus: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _ranks(asked, num_gpus)
+
+
+def test_ranks_that_share_a_gpu_leave_out_nccl(tmp_path: Path) -> None:
+    options = _parser().parse_args([])
+    assert _settings(options, share=True).ways == ("copy_engine", "segment", "staged")
+    assert _settings(options, share=True).swept == ()
+    assert _settings(options, share=False).ways[0] == "NCCL"
+
+
+FAILS_ON_RANK_1 = """
+import time, torch, torch.distributed as dist
+from freescale.bench.transport_ways import agree, together
+
+def part():
+    if dist.get_rank() == 1:
+        raise RuntimeError("as planted")
+    return 7
+
+dist.init_process_group("gloo")
+begun = time.monotonic()
+try:
+    together(part)
+except RuntimeError as error:
+    print(f"raised after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+print("together again", together(lambda: 5), agree(True), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_they_go_on_together(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS_ON_RANK_1)
+    done = launch("process_group", 2, script, [], timeout_s=60)
+    assert done.returncode == 0, done.explain()
+    assert "raised after 0." in done.outputs[0], done.explain()
+    assert "it failed on another rank" in done.outputs[0]
+    assert "as planted" in done.outputs[1]
+    assert all("together again 5 True" in output for output in done.outputs)
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
