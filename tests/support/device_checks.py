@@ -178,6 +178,37 @@ def check_a_transfer_needs_no_multiprocessor(transport: HostTransport) -> None:
         assert torch.equal(out[number * size : number * size + size], wanted)
 
 
+def check_ranks_that_come_together_copy_a_piece_each(transport: HostTransport) -> None:
+    """And both see it alike; where one comes late, it copies both pieces."""
+    device = transport_device(transport)
+    lane = transport.channel("together", check_sizes=False)
+    assert isinstance(lane, HostTransport)
+    size = (1 if device.type == "cpu" else 16) * MIB
+    as_it_is, patient, one_late = range(8), range(8, 16), range(16, 24)
+    seen = torch.zeros(2, len(one_late) * 3, dtype=torch.int64)  # both copied; the other copied for this rank
+    for step in (*as_it_is, *patient, *one_late):
+        if step == patient.start:
+            lane._wire._engine._meetings._patience_s = 0.02  # type: ignore[attr-defined]  # a CopyEngine's
+        rows = torch.arange(2 * size, dtype=torch.int32, device=device) + 1000 * lane.rank + step
+        transport.all_gather(torch.zeros(1)).wait()
+        if step in one_late and step % 2 == lane.rank:
+            time.sleep(0.1)
+        pending = lane.all_to_all(rows, [size, size], [size, size])
+        met = pending._exchange.join._transfer.met  # type: ignore[attr-defined]  # a CopyEngine's
+        seen[:, step] = torch.tensor([met[0].both_here, met[0].is_first])
+        for peer, piece in enumerate(pending.wait().cpu().split(size)):
+            wanted = torch.arange(size, dtype=torch.int32) + size * lane.rank + 1000 * peer + step
+            assert torch.equal(piece, wanted), (peer, step)
+    views = transport.all_gather(seen[None]).wait()
+    both, first = views[:, 0], views[:, 1]
+    assert torch.equal(both[0], both[1]), "one thinks that both copied, the other does not"
+    assert torch.equal(first.sum(0), 1 - both[0]), "where not both copied, one was first"
+    assert first[0, one_late.start :].tolist() == [step % 2 for step in one_late], "the late one copies both"
+    together, with_patience = (int(both[0, steps.start : steps.stop].sum()) for steps in (as_it_is, patient))
+    print(f"both copied in {together} of 8 meetings, in {with_patience} of 8 with more patience", flush=True)
+    assert with_patience >= 4, "ranks that come together do not copy a piece each"
+
+
 def check_a_profile_shows_copies_alone(transport: HostTransport) -> None:
     lane = transport.channel("profiled", check_sizes=False)
     rows = pattern(lane, 8 * MIB, 1)
