@@ -18,7 +18,7 @@ from .arguments import status_of
 from .compute_fit import RESULTS
 from .environment import environment
 from .report_claims import claims
-from .report_parts import Machine, Part, Ran, newest_compute, parts_for, run_part
+from .report_parts import EARLIER, Machine, Part, Ran, newest, parts_for, run_part
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -99,10 +99,7 @@ def render(done: Sequence[Ran], results: Path) -> str:
     template = Environment(loader=FileSystemLoader(_HERE), autoescape=True).get_template("report_page.html")
     earlier = [(path.stem, html_of(path)) for path in sorted(results.glob("*.md"), reverse=True)]
     shown = [_shown(ran) for ran in done]
-    of_gpus = {"embedding": "*-embedding-cuda.json", "end_to_end": "*-end-to-end-cuda.json"}
-    before = {name: max(results.glob(pattern), default=None) for name, pattern in of_gpus.items()}
-    earlier_files = {"virtual_ranks": newest_compute(results), **before}
-    files = {f"earlier {name}": path for name, path in earlier_files.items()}
+    files = {f"earlier {name}": newest(pattern, results) for name, pattern in EARLIER.items()}
     files |= {ran.part.name: ran.json for ran in done}
     page = template.render(title=_TITLE, environment=environment(), claims=claims(files), parts=shown, earlier=earlier)
     return str(page)

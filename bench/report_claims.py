@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from .embedding_report import TITLES, Report
-from .end_to_end_report import rows
+from .end_to_end_report import Key, Row, rows
 from .simulate_check import NO_SIZES
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR
 
@@ -36,12 +37,16 @@ def claims(files: Mapping[str, Path | None]) -> list[Claim]:
     """
     lines: list[tuple[str, str, str, Callable[[Found], str]]] = [
         ("Figure 2", "over 20 % straggler percentage from 8,000 items on", "virtual_ranks", _stragglers),
+        ("Figure 7", "20 times a PyTorch loop at 32 ranks, 600 times at 512", "kernels", _kernels),
+        ("Figure 7", "(the same, earlier)", "earlier kernels", _kernels),
         ("Figure 8", "FBS: more than nine times less at 21,000 / 128 / 64", "virtual_ranks", _reduction),
         ("Figure 8", "(not in the paper) partitioned by measured cost", "virtual_ranks", _cost_model),
         ("Figures 2 and 8", "(the same, earlier)", "earlier virtual_ranks", _reduction),
         ("Figure 3", "collisions stay modest", "collisions", _collisions),
         ("Figure 9", "exposed embedding communication nine times less", "embedding", _embedding),
         ("Figure 9", "(the same, earlier)", "earlier embedding", _embedding),
+        ("Figure 10", "SM-free transfers: about 10 % faster than beside NCCL", "transport", _contention),
+        ("Figure 10", "(the same, earlier)", "earlier transport", _contention),
         ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "end_to_end", _end_to_end),
         ("Figure 11", "(the same, earlier)", "earlier end_to_end", _end_to_end),
         ("Figure 11", "90.3 % less exposed than TorchRec on 256 GPUs", "simulate", _overall),
@@ -96,6 +101,36 @@ def _collisions(found: Found) -> str:
     )
 
 
+def _kernels(found: Found) -> str:
+    """How many times faster than the loops: over all operations and rows, at the paper's numbers of ranks."""
+    by_case: dict[tuple[Any, ...], dict[str, float]] = {}
+    for each in found["outcomes"]:
+        ms = each["call_ms"] if each["device_ms"] is None else each["device_ms"]
+        if each["correct"] and ms and not each["lengths"].startswith("long"):
+            case = (each["world_size"], each["operation"], each["rows"], each["lengths"])
+            by_case.setdefault(case, {})[each["way"]] = ms
+    times: dict[int, list[float]] = {}
+    for (size, *_), ms_of in by_case.items():
+        loops = [ms for way, ms in ms_of.items() if way.startswith("loop")]
+        if "ours" in ms_of and loops:
+            times.setdefault(size, []).extend(ms / ms_of["ours"] for ms in loops)
+    shown: list[int] = [size for size in (32, 512) if size in times] or [max(times)]
+    said = [f"{min(times[size]):,.0f} to {max(times[size]):,.0f} times at {size} ranks" for size in shown]
+    where = found["environment"].get("accelerator", found["environment"]["processor"])
+    return f"{', '.join(said)}, over all operations and two kinds of loops, on {where}"
+
+
+def _contention(found: Found) -> str:
+    """How much slower computing is beside traffic that never stops, the middle one of all workloads."""
+    slower: dict[str, list[float]] = {}
+    for each in found["contention"]:
+        if each["traffic"] == "endless":
+            slower.setdefault(each["way"], []).append(100 * each["slowdown"])
+    most = max(map(len, slower.values()))
+    said = [f"{median(values):.1f} % ({way})" for way, values in slower.items() if len(values) == most]
+    return f"computing slower beside endless traffic by {', '.join(said)}, the middle one of {most} workloads"
+
+
 def _embedding(found: Found) -> str:
     report = Report(NO_SIZES, found["found"], [], [])
     said = []
@@ -114,6 +149,8 @@ def _embedding(found: Found) -> str:
 def _end_to_end(found: Found) -> str:
     world_size = 1 + max(each["rank"] for each in found["found"])
     measured = rows(found["found"], world_size)
+    if world_size == 1:
+        return _alone(measured)
     said = []
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in measured):
         at = {name: measured.get((link, cell, key)) for key, name in _SHORT.items()}
@@ -121,6 +158,17 @@ def _end_to_end(found: Found) -> str:
         if len(shown) > 1 and not cell.even:
             said.append(f"{link}, {cell.title}: bubble {', '.join(shown)}")
     return f"{world_size} GPUs; " + "\n".join(said or ["nothing traced of two to compare"])
+
+
+def _alone(measured: Mapping[Key, Row]) -> str:
+    """What a step takes on one GPU, where nobody is waited for."""
+    said = []
+    for link, cell in dict.fromkeys((link, cell) for link, cell, _ in measured):
+        ours, theirs = measured.get((link, cell, "freescale")), measured.get((link, cell, "sdd"))
+        if ours is not None and theirs is not None:
+            longer = 100 * (ours.step / theirs.step - 1)
+            said.append(f"{cell.title}: step {theirs.step:.2f} ms (SDD), {ours.step:.2f} ms (ours, {longer:+.1f} %)")
+    return "1 GPU, nobody to wait for; " + "\n".join(said or ["no two to compare"])
 
 
 def _overall(found: Found) -> str:

@@ -12,6 +12,15 @@ from pathlib import Path
 
 from .compute_fit import COMPUTE_PATTERN, RESULTS
 
+EARLIER = {
+    "virtual_ranks": COMPUTE_PATTERN,
+    "kernels": "*-kernels-cuda.json",
+    "embedding": "*-embedding-cuda.json",
+    "transport": "*-transport.json",
+    "end_to_end": "*-end-to-end-cuda.json",
+}
+"""Figures of GPUs among the earlier results, by part."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -66,13 +75,18 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
     """
     gpu, quick = machine.num_gpus > 0, machine.quick
     few = "2 GPUs" if machine.num_gpus < 2 else ""
+    alone = machine.num_gpus == 1
+    steps = "What does our pipeline cost where there is nothing to wait for?" if alone else "What does it bring in all?"
     data = (machine.data,) if machine.data else ()
     zipf = ("--cuts", "8000", "2000", "--ranks", "4", "2", "8", "--batch-sizes", "128", "32", "--pairs", "1")
     small = ("--world-size", "2", "64", "256") if quick else ()
-    measured = [str(folder / f"{name}.json") for name in ("embedding", "end_to_end")]
-    check = ("--check", *measured) if machine.num_gpus >= 2 else ()
+    of_steps = ("embedding", "end_to_end")
+    here = [folder / f"{name}.json" for name in of_steps]
+    before = [path for name in of_steps if (path := newest(EARLIER[name])) is not None]
+    measured = here if machine.num_gpus >= 2 else before  # what needs two GPUs was measured earlier
+    check = ("--check", *map(str, measured)) if measured else ()
     # without a GPU here, what was measured on one earlier serves better than this machine's own computing
-    compute = ("--compute", str(folder / "virtual_ranks.json")) if gpu or not newest_compute() else ()
+    compute = ("--compute", str(folder / "virtual_ranks.json")) if gpu or not newest(COMPUTE_PATTERN) else ()
     known = ("--data", machine.data) if machine.data else ()
     parts = [
         Part("inspect", "What would it bring on these data?", "Figures 2 and 3, by lengths and ids alone", data,
@@ -89,8 +103,9 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
              ("--limit-s", "60" if quick else "240"), limit_s=600, lacks=few),
         Part("transport", "What does traffic cost the computing beside it?", "Figure 10",
              ("--limit-s", "40" if quick else "120", *(("--quick",) if quick else ())), limit_s=400, lacks=few),
-        Part("end_to_end", "What does everything together bring?", "Figure 11",
-             ("--limit-s", "60" if quick else "240"), limit_s=600, lacks=few),
+        Part("end_to_end", steps, "Figure 11",
+             ("--limit-s", "60" if quick else "240", *(_ALONE if alone else ())), limit_s=600,
+             lacks="" if alone else few),
         Part("ne_parity", "Does training stay the same?", "Figure 11, normalized entropy",
              ("--ranks", "2", "--steps", "24") if quick else (), limit_s=400),
         Part("simulate", "And on thousands of ranks?", "Figures 8(c), 9 and 11, simulated",
@@ -99,9 +114,12 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
     return [part for part in parts if importlib.util.find_spec(f"{__package__}.{part.name}") is not None]
 
 
-def newest_compute(results: Path = RESULTS) -> Path | None:
-    """The newest result of bench.virtual_ranks, which bench.simulate takes by itself; None if there is none."""
-    return max(results.glob(COMPUTE_PATTERN), default=None)
+_ALONE = ("--ranks", "1", "--cells", "even", "2000x128", "8000x128", "--cuts", "2000")
+
+
+def newest(pattern: str, results: Path = RESULTS) -> Path | None:
+    """The newest earlier result whose name is of a pattern; None if there is none."""
+    return max(results.glob(pattern), default=None)
 
 
 @dataclass
