@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_ORIGIN = 64  # address that offsets count from; none is below it
 _REACH = 2**62  # said to be the size of the address range; never touched beyond the ranges asked for
 
 
@@ -42,12 +44,10 @@ def gather_ranges(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtype:
         >>> bytes(gather_ranges(text.data_ptr() + np.array([9, 4, 3]), np.array([5, 4, 0]))).decode()
         'scalefree'
     """
-    total = int(sizes.sum())
+    total = int(_sum(sizes))
     if total == 0:
         return torch.empty(0, dtype=dtype)
-    base = int(addresses.min())
-    taken = _gather(base, addresses - base, sizes, total)
-    return torch.frombuffer(taken, dtype=dtype, count=total // dtype.itemsize)
+    return torch.frombuffer(_gather(addresses, sizes, total), dtype=dtype, count=total // dtype.itemsize)
 
 
 def gather_parts(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -71,24 +71,25 @@ def gather_parts(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtypes:
         >>> [bytes(part).decode() for part in gather_parts(text.data_ptr() + at, sizes, [torch.uint8] * 2)]
         ['scalefree', 'fre']
     """
-    totals = sizes.sum(axis=1)
+    totals = _sum(sizes, axis=1)
     padding = -totals % _ALIGNMENT
-    ends = (totals + padding).cumsum()
+    ends = _accumulate(totals + padding)
     if len(dtypes) == 1 or not 0 < ends[-1] <= _MOST_TOGETHER:
         return [gather_ranges(*part) for part in zip(addresses, sizes, dtypes, strict=True)]
-    slack = np.full((len(totals), 1), _PADDING_AT)
-    flat = np.concatenate([addresses, slack], axis=1).reshape(-1)
-    flat_sizes = np.concatenate([sizes, padding.reshape(-1, 1)], axis=1).reshape(-1)
-    base, together = int(flat.min()), int(ends[-1])
-    taken = _gather(base, flat - base, flat_sizes, together)
+    flat, flat_sizes = np.empty((2, len(totals), sizes.shape[1] + 1), np.int64)
+    flat[:, :-1], flat[:, -1], flat_sizes[:, :-1], flat_sizes[:, -1] = addresses, _PADDING_AT, sizes, padding
+    together = int(ends[-1])
+    taken = _gather(flat.reshape(-1), flat_sizes.reshape(-1), together)
+    memory = memoryview(taken)
     starts = (ends - totals - padding).tolist()
     parts: list[Tensor] = []
     for start, total, dtype in zip(starts, totals.tolist(), dtypes, strict=True):
-        if not total:
+        if 4 * total >= together:
+            parts.append(torch.frombuffer(taken, dtype=dtype, count=total // dtype.itemsize, offset=start))
+        elif total:  # copied without torch, which would let other threads in three times
+            parts.append(torch.frombuffer(bytearray(memory[start : start + total]), dtype=dtype))
+        else:
             parts.append(torch.empty(0, dtype=dtype))
-            continue
-        part = torch.frombuffer(taken, dtype=dtype, count=total // dtype.itemsize, offset=start)
-        parts.append(part if 4 * total >= together else part.clone())
     return parts
 
 
@@ -112,25 +113,65 @@ def gather_rows(values: Tensor, starts: NDArray[np.int64], lengths: NDArray[np.i
     size = values.element_size() * width
     if size == 0 or count == 0:
         return values.new_empty((count, *values.shape[1:]))
-    taken = _gather(values.data_ptr(), starts * size, lengths * size, count * size)
+    taken = _gather(starts * size + values.data_ptr(), lengths * size, count * size)
     rows = torch.frombuffer(taken, dtype=values.dtype, count=count * width)
     return rows if values.dim() == 1 else rows.view(count, *values.shape[1:])
 
 
-def _gather(base: int, begins: NDArray[np.int64], sizes: NDArray[np.int64], total: int) -> pa.Buffer:
-    """Copy ranges that begin so many bytes behind `base` into a buffer of Arrow's; `total`, their bytes, is over 0."""
-    n = len(begins)
+def _gather(addresses: NDArray[np.int64], sizes: NDArray[np.int64], total: int) -> pa.Buffer:
+    """Copy ranges into a buffer of Arrow's; `total`, their bytes, is over 0."""
+    n = len(addresses)
+    # Out of its place while it is in use: a finalizer that runs meanwhile may gather too.
+    ranges, _kept.ranges = _kept.ranges, None
+    if ranges is None or n > ranges.size:
+        ranges = _Ranges(max(n, _MANY))
     # Values 0, 2, 4, … of the array are the ranges; the values between them span from the end of one range to the
     # start of the next, may be negative, and are never taken. Arrow reserves (mean value length * values taken) bytes,
     # so the last offset is set to make that estimate right.
-    offsets = np.empty((n + 1, 2), dtype=np.int64)
-    offsets[:n, 0] = begins
-    np.add(begins, sizes, out=offsets[:n, 1])
-    first = offsets[0, 0]
+    offsets = ranges.offsets
+    np.subtract(addresses, _ORIGIN, out=offsets[:n, 0])
+    np.add(offsets[:n, 0], sizes, out=offsets[:n, 1])
+    first = int(offsets[0, 0])
     offsets[n] = first, first + total * (2 * n + 1) // n + 256
-    return _arrow()(n, offsets, base)
+    taken: pa.Buffer = ranges.take(n)
+    if ranges.size == _MANY:  # beyond, making one is nothing beside the copy
+        _kept.ranges = ranges
+    return taken
 
 
+class _Ranges:
+    """An Arrow array whose values are ranges of this process's memory, by the offsets that are written into it.
+
+    Arrow takes its arrays for constant, so they may be written between its calls only. To make an array costs as much
+    as to copy a few hundred ranges.
+
+    Args:
+        size: Most ranges.
+    """
+
+    def __init__(self, size: int) -> None:
+        pa, self._call, self._unchecked = _arrow()
+        self.size = size
+        self.offsets = np.zeros((size + 1, 2), np.int64)
+        buffers = [None, pa.py_buffer(self.offsets), pa.foreign_buffer(_ORIGIN, _REACH)]
+        self._values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 2 * size + 1, buffers)
+        self._every_other = pa.array(np.arange(0, 2 * size, 2))
+
+    def take(self, n: int) -> Any:
+        """The bytes of the first ranges: an Arrow buffer."""
+        values, places = self._values.slice(0, 2 * n + 1), self._every_other.slice(0, n)
+        return self._call([values, places], self._unchecked).buffers()[2]
+
+
+class _Kept(threading.local):
+    """Of each thread, since arrays are in use while it holds no lock."""
+
+    def __init__(self) -> None:
+        self.ranges: _Ranges | None = None
+
+
+_kept = _Kept()
+_sum, _accumulate = np.add.reduce, np.add.accumulate  # without the methods' Python wrappers
 _ALIGNMENT = 64
 _PADDING = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device="cpu")
 _PADDING_AT = _PADDING.data_ptr()
@@ -139,20 +180,9 @@ _MANY = 1 << 12
 
 
 @functools.cache
-def _arrow() -> Callable[[int, NDArray[np.int64], int], pa.Buffer]:
-    """Import Arrow at the first copy, since that takes a tenth of a second, and give what takes every other value."""
+def _arrow() -> tuple[Any, Any, Any]:
+    """Import Arrow at the first copy, since that takes a tenth of a second; also its `take`, and to take unchecked."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    take: Any = pc.get_function("array_take").call
-    unchecked = pc.TakeOptions(boundscheck=False)  # checking costs a third of small copies
-    every_other = pa.array(np.arange(0, 2 * _MANY, 2))
-    binary = pa.large_binary()
-
-    def take_every_other(n: int, offsets: NDArray[np.int64], base: int) -> pa.Buffer:
-        buffers = [None, pa.py_buffer(offsets), pa.foreign_buffer(base, _REACH)]
-        ranges = pa.LargeBinaryArray.from_buffers(binary, 2 * n + 1, buffers)
-        places = every_other.slice(0, n) if n <= _MANY else pa.array(np.arange(0, 2 * n, 2))
-        return take([ranges, places], unchecked).buffers()[2]
-
-    return take_every_other
+    return pa, pc.get_function("array_take").call, pc.TakeOptions(boundscheck=False)  # a third of small copies

@@ -193,6 +193,7 @@ class Gathers:
         return exchange
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MOST_KNOWN = 4  # a channel keeps their memory
 
 
@@ -206,9 +207,11 @@ class _Gather:
         self.can_repeat = exchange.out is out and exchange.kept_bytes > 0 and self._places[:2] == at
         self.can_repeat &= not block.is_cuda
         if self.can_repeat:
-            self._mine = exchange.source.numpy()
             start = int(exchange.received_at[exchange.rank])
-            self._kept = exchange.target.numpy()[start : start + exchange.kept_bytes]
+            kept = exchange.target.numpy()[start : start + exchange.kept_bytes]
+            # By words where possible: NumPy holds the interpreter lock for up to 500 elements.
+            width = np.int64 if kept.size % 8 == 0 else np.uint8
+            self._mine, self._kept = exchange.source.numpy().view(width), kept.view(width)
 
     def is_between(self, block: Tensor, out: Tensor) -> bool:
         """Whether these are the tensors, in the same memory as then, and ranks agreed about them."""
@@ -306,7 +309,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
     """View a contiguous tensor as bytes. Each view that is not needed is a switch between threads less."""
     flat = rows if rows.dim() == 1 else rows.view(-1)
     if not flat.shape[0]:  # NumPy's empty arrays have a stride of 0, which such a view refuses
-        return torch.empty(0, dtype=torch.uint8, device=rows.device)
+        return torch.empty(0, dtype=torch.uint8, device=rows.device) if rows.is_cuda else _NOTHING
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +25,15 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_parts, gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
-from .quiet import count_to, zeros
+from .quiet import count_to, take_columns, take_rows, zeros
 from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 Levels = dict[str, tuple[torch.Tensor, ...]]
 
 _ZEROS = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")  # what padding is copied from
 _ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
 _sum, _most, _accumulate = np.add.reduce, np.maximum.reduce, np.add.accumulate  # without the methods' Python wrappers
@@ -68,10 +69,11 @@ class Sections:
         np.subtract(ends[:-1, 1:].T, ends[:-1, :-1].T, out=self.heads[:, : len(layout.counted)])
         for column, start in layout.narrow:
             if column.row_bytes and size:
-                as_bytes = self.heads.view(np.uint8)
-                as_bytes[:, start : start + column.row_bytes] = _rows(columns[column.name].values, column)
-        self.items: Int64s = ends[layout.column_rows, -1]
-        self.offsets: Int64s = ends[layout.section_rows] * layout.entry_bytes
+                flat = _flat(columns[column.name].values, column)
+                _items(self.heads, column, start)[:] = flat.view(column.item)
+                self.scraps.append(flat)
+        self.items: Int64s = ends[:, -1][layout.column_rows]
+        self.offsets: Int64s = take_rows(ends, layout.section_rows) * layout.entry_bytes
         at = [
             (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
             for s in layout.sections
@@ -97,8 +99,8 @@ class Sections:
 
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
-        starts = self.offsets[:, samples]
-        return starts + self.addresses, self.offsets[:, samples + 1] - starts
+        starts = take_columns(self.offsets, samples)
+        return starts + self.addresses, take_columns(self.offsets, samples + 1) - starts
 
 
 def _offsets(lengths: Int64s) -> Int64s:
@@ -107,12 +109,17 @@ def _offsets(lengths: Int64s) -> Int64s:
     return offsets
 
 
-def _rows(values: torch.Tensor, column: ColumnSchema) -> Bytes:
-    """A tensor's memory as rows of bytes."""
-    if column.numpy_dtype is None:
-        rows: Bytes = values.view(-1).view(torch.uint8).view(-1, column.row_bytes).numpy()
-        return rows
-    return values.numpy().reshape(-1).view(np.uint8).reshape(-1, column.row_bytes)
+def _flat(values: torch.Tensor, column: ColumnSchema) -> NDArray[Any]:
+    """A tensor's memory as an array of one dimension."""
+    flat: NDArray[Any] = values.numpy() if column.numpy_dtype is not None else values.view(-1).view(torch.uint8).numpy()
+    return flat if flat.ndim == 1 else flat.reshape(-1)
+
+
+def _items(heads: Int64s, column: ColumnSchema, start: int) -> NDArray[np.void]:
+    """Where the values of a narrow column are in heads. Shape [len(heads)]."""
+    if not len(heads):
+        return np.empty(0, column.item)
+    return np.ndarray(len(heads), column.item, heads, start, (8 * heads.shape[1],))
 
 
 def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) -> Int64s:
@@ -138,7 +145,7 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     """
     leaving = (owners != rank).nonzero()[0]
     if not len(leaving):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return _NOTHING
     to = owners[leaving]
     leaving = leaving[to.argsort(kind="stable")]
     counts = np.bincount(to, minlength=len(sizes))
@@ -152,7 +159,7 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     addresses = np.empty(int(ends[-1]), np.int64)
     addresses.fill(_ZEROS_AT)
     lengths = zeros(int(ends[-1]))
-    heads = sections.heads[leaving]
+    heads = take_rows(sections.heads, leaving)
     head_bytes = 8 * heads.shape[1]
     addresses[start - 1] = first * head_bytes + heads.__array_interface__["data"][0]
     written = counts * head_bytes
@@ -198,13 +205,13 @@ def unpack(
         ProtocolError: The lengths in a message cannot be.
     """
     layout = schema.layout
-    heads = _join_heads(received, sizes, num_samples, sections.heads[staying], rank)
+    heads = _join_heads(received, sizes, num_samples, take_rows(sections.heads, staying), rank)
     counted = np.ascontiguousarray(heads[:, : len(layout.counted)].T)
     _check(counted, layout.counted)
     entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
     entries[:-1] = _sums(counted, _accumulate(num_samples))
     entries[-1] = num_samples
-    counts = entries[layout.section_rows]
+    counts = take_rows(entries, layout.section_rows)
     levels: Levels = {c.name: (torch.from_numpy(row),) for c, row in zip(layout.jagged, counted, strict=False)}
     columns = _dense_columns(heads, layout)
     if layout.sections:
@@ -251,7 +258,7 @@ def _sums(lengths: Int64s, last: Int64s) -> Int64s:
     """Sums over consecutive groups that end before `last`. Shapes [columns, n], [groups] to [columns, groups]."""
     ends = zeros(len(lengths), lengths.shape[1] + 1)
     _accumulate(lengths, axis=1, out=ends[:, 1:])
-    upto = ends[:, last]
+    upto = take_columns(ends, last)
     upto[:, 1:] -= upto[:, :-1].copy()
     return upto
 
@@ -307,12 +314,10 @@ def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layou
 
 def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:
     """The narrow dense columns."""
-    as_bytes = heads.view(np.uint8)
     columns: dict[str, Column] = {}
     for column, start in layout.narrow:
-        part = np.ascontiguousarray(as_bytes[:, start : start + column.row_bytes]).reshape(-1)
-        if column.numpy_dtype is not None:
-            part = part.view(column.numpy_dtype)
+        items = _items(heads, column, start).copy() if column.row_bytes else np.empty(0, np.uint8)
+        part = items.view(column.numpy_dtype or np.uint8)
         columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(heads)))
     return columns
 

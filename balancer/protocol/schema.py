@@ -54,6 +54,11 @@ class ColumnSchema:
         except TypeError:
             return None
 
+    @cached_property
+    def item(self) -> np.dtype[Any]:
+        """One value as an item of NumPy's that has no meaning, so that a column of values is one of items."""
+        return np.dtype((np.void, self.row_bytes))
+
     def __str__(self) -> str:
         kind = ("dense", "jagged", "nested jagged")[self.num_levels]
         return f"{kind} {self.dtype}{list(self.shape) or ''}"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels import gather_ranges
+from freescale.kernels import gather_ranges, host_copy
 
 
 def gathered(memory: torch.Tensor, ranges: list[tuple[int, int]]) -> bytes:
@@ -87,3 +87,38 @@ def test_other_threads_run_meanwhile() -> None:
         ticks += 1
     copier.join(10)
     assert ticks > 10  # 400 MB take some 100 ms
+
+
+def test_threads_that_gather_at_once_get_their_own_ranges() -> None:
+    """What Arrow is told of is written anew for each call, while the call of another thread may be under way."""
+    num_threads, size = 4, 1 << 16
+    failed: list[int] = []
+
+    def gather_again_and_again(number: int) -> None:
+        memory = torch.full((size,), number, dtype=torch.uint8)
+        random = np.random.default_rng(number)
+        for _ in range(60):
+            sizes = random.integers(0, 2000, 300)
+            starts = random.integers(0, size - 2000, 300)
+            result = gather_ranges(memory.data_ptr() + starts, sizes)
+            if len(result) != sizes.sum() or not bool((result == number).all()):
+                failed.append(number)
+
+    threads = [threading.Thread(target=gather_again_and_again, args=(n + 1,)) for n in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+
+
+def test_ranges_beyond_what_is_kept_do_not_stay_in_memory() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    many = 3 * host_copy._MANY
+    result = gather_ranges(np.full(many, memory.data_ptr() + 5), np.ones(many, np.int64))
+    assert torch.equal(result, torch.full((many,), 5, dtype=torch.uint8))
+    assert host_copy._kept.ranges is None
+    assert bytes(gather_ranges(memory.data_ptr() + np.array([3, 1]), np.array([2, 1])).numpy()) == b"\x03\x04\x01"
+    kept = host_copy._kept.ranges
+    gather_ranges(memory.data_ptr() + np.array([3, 1]), np.array([2, 1]))
+    assert host_copy._kept.ranges is kept is not None
