@@ -39,6 +39,12 @@ The page holds its pictures and opens without anything beside it; PNGs and JSON 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 if a part failed, or 2 for a mistake."""
+    options = _parser().parse_args(arguments)
+    console = Console(highlight=False)
+    return status_of(lambda: _run(options, console))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m freescale.bench.report",
         description="Answer the paper's questions on this machine, and write one self-contained page.",
@@ -50,9 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; the others only by earlier results")
     parser.add_argument("--quick", action="store_true", help="a few minutes in all")
     parser.add_argument("--limit-s", type=float, default=1e5, metavar="S", help="start no part after S seconds")
-    options = parser.parse_args(arguments)
-    console = Console(highlight=False)
-    return status_of(lambda: _run(options, console))
+    return parser
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -33,6 +33,8 @@ class Cluster:
         host_ms: Time of the host in an id exchange that nothing hides: sizes are read back from the GPU, and kernels
             that were queued ahead run out.
         gap_ms: Gaps between kernels that every step has, whatever the trainer does.
+        launch_ms: What a host takes to launch a step, which cannot be shorter; 0: hosts keep up.
+        launch_prioritized_ms: What a host takes for a step of prioritized tables; 0: as long as for any other.
 
     `host_ms` and `gap_ms` are what TorchRec's pipelines showed on two H200s: the difference of two bubbles, and a
     bubble without its traffic.
@@ -48,6 +50,8 @@ class Cluster:
     device_gb_s: float = 1500.0
     host_ms: float = 3.0
     gap_ms: float = 0.6
+    launch_ms: float = 0.0
+    launch_prioritized_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):

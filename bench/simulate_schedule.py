@@ -30,7 +30,7 @@ class Interval:
 
 
 class Schedule:
-    """Two clocks a rank: the stream that computes, and the network behind it.
+    """Three clocks a rank: the stream that computes, the network behind it, and the host that launches both.
 
     Collectives start when the last rank has come. What runs in the background takes the network in the order in which
     it was put there, and may slow the computing that it overlaps.
@@ -52,6 +52,8 @@ class Schedule:
         self.intervals: list[Interval] = []
         self.step_ends: list[float] = []
         self._network = np.zeros(world_size)
+        self._launched = np.zeros(world_size)
+        self._begun = [np.zeros(world_size)] * 2  # the steps before this one and before that
         self._contention = contention
         self._busy: list[tuple[float, float]] = []  # transfers with SMs in the background, the same on all ranks
 
@@ -69,6 +71,11 @@ class Schedule:
     def host(self, name: str, seconds: float) -> None:
         """Let the host hold everything up."""
         self._to(HOST, name, self.now + seconds)
+
+    def launch(self, name: str, seconds: float) -> None:
+        """Hold the step up that was computed last until the host has launched it; hosts are a step ahead at most."""
+        self._launched = np.maximum(self._launched, self._begun[0]) + seconds
+        self._to(HOST, name, np.maximum(self.now, self._launched))
 
     def exchange(self, name: str, seconds: float) -> None:
         """Run a collective in the way of everything: wait for the slowest rank, then for the transfer."""
@@ -103,6 +110,7 @@ class Schedule:
     def end_step(self) -> None:
         """Note that a step is over once the last rank is here; for a trace."""
         self.step_ends.append(float(self.now.max()))
+        self._begun = [self._begun[1], self.now]
 
     def spent(self, kind: str, since: float = 0.0) -> Floats:
         """Seconds of a kind on each rank, of events that begin at or after a time. Shape [world_size]."""

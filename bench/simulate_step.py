@@ -195,6 +195,8 @@ class _Run:
         dense = self._cluster.all_reduce_s(self._model.dense_bytes, len(step.compute_s))
         ready = schedule.now + _BUCKETS * (1 - _FORWARD) * step.compute_s
         schedule.compute("backward", (1 - _FORWARD) * step.compute_s)
+        longer = self._cluster.launch_prioritized_ms if self._technique.prioritized else 0.0
+        schedule.launch("host launches the step", 1e-3 * max(self._cluster.launch_ms, longer))
         last = float(schedule.now.max())  # the last bucket is ready when the slowest rank has finished
         schedule.exchange("dense gradients", max(_BUCKETS * dense, dense - (last - float(ready.max()))))
 

@@ -19,7 +19,7 @@ from freescale.bench.compute_fit import ComputeFit, fit_compute, loads_of
 from freescale.bench.embedding_workload import power_law
 from freescale.bench.simulate_load import Workload, as_loaded, by_measured_cost, step_loads
 from freescale.bench.simulate_network import CLUSTERS, Cluster, cluster_of
-from freescale.bench.simulate_schedule import COMPUTE, TRANSFER, WAIT, Schedule
+from freescale.bench.simulate_schedule import COMPUTE, HOST, TRANSFER, WAIT, Schedule
 from freescale.bench.simulate_step import TECHNIQUES, Model, StepLoad
 from freescale.bench.simulate_step import simulate as simulate_steps
 from freescale.bench.simulate_trace import shown_ranks, trace
@@ -249,6 +249,35 @@ def test_sm_free_transfers_do_not_slow_what_they_overlap() -> None:
     with_sms, _ = simulate_steps(BY_NAME["FreeScale over NCCL"], steps, PLAIN, model)
     without, _ = simulate_steps(BY_NAME["FreeScale"], steps, PLAIN, model)
     assert without.step_ms < with_sms.step_ms < 1.1 * without.step_ms
+
+
+def test_a_step_is_not_shorter_than_its_host_takes_to_launch_it() -> None:
+    def step_ms(cluster: Cluster, technique: int = 1, compute: float = 0.025) -> tuple[float, float]:
+        found, _ = simulate_steps(
+            TECHNIQUES[technique], steps_of([compute] * 2, even_traffic(2, 0, 0), 6), cluster, Model(dense_bytes=0)
+        )
+        return found.step_ms, found.bubble_ms
+
+    assert step_ms(PLAIN) == step_ms(replace(PLAIN, launch_ms=20.0)) == pytest.approx((25.0, 0.0))
+    assert step_ms(replace(PLAIN, launch_ms=40.0)) == pytest.approx((40.0, 15.0))
+    late = replace(PLAIN, launch_ms=20.0, launch_prioritized_ms=30.0)
+    assert step_ms(late) == pytest.approx((25.0, 0.0)), "not prioritized"
+    assert step_ms(late, TECHNIQUES.index(next(t for t in TECHNIQUES if t.prioritized))) == pytest.approx((30.0, 5.0))
+    assert step_ms(late, TECHNIQUES.index(TECHNIQUES[-1]), 0.1) == pytest.approx((100.0, 0.0))
+
+
+def test_a_host_is_one_step_ahead_of_the_device_at_most() -> None:
+    schedule = Schedule(1)
+    for _ in range(5):  # so long that the host has time for many steps
+        schedule.compute("forward", np.array([1.0]))
+        schedule.launch("launch", 0.1)
+        schedule.end_step()
+    assert schedule.spent(HOST).tolist() == [0.0]
+    for _ in range(3):
+        schedule.launch("launch", 0.7)
+        schedule.end_step()
+    # the first was launched from 4 to 4.7, behind the last long step; the second from 5, when the device came to it
+    assert schedule.now.tolist() == pytest.approx([6.4])
 
 
 def test_balancing_takes_the_waiting_away() -> None:
