@@ -188,8 +188,10 @@ def _deal_rows(load: Workload) -> Ints:
     rows.ravel()[:num_samples] = load.costs[order]
     widest_first = (rows[:, -1] - rows[:, 0]).argsort(kind="stable")
     deal = _deal_to_few if world_size < _FEW_RANKS else _deal_merged
+    row = np.dtype((np.void, 8 * world_size))  # one item: to index rows of several lets another thread in each time
+    ordered = rows.view(row)[:, 0][widest_first].view(np.float64).reshape(rows.shape)
     dealt = np.empty(rows.shape, dtype=np.int64)
-    dealt[widest_first] = deal(rows[widest_first])
+    dealt.view(row)[:, 0][widest_first] = deal(ordered).view(row)[:, 0]
     owner = np.empty(num_samples, dtype=np.int64)
     owner[order] = dealt.ravel()[:num_samples]
     return owner

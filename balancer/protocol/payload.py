@@ -34,6 +34,7 @@ Levels = dict[str, tuple[torch.Tensor, ...]]
 _ZEROS = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")  # what padding is copied from
 _ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_FIRST = np.zeros(1, np.int64)
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
 _sum, _most, _accumulate = np.add.reduce, np.maximum.reduce, np.add.accumulate  # without the methods' Python wrappers
@@ -46,61 +47,58 @@ class Sections:
         batch: The batch.
         heads: One record a sample. Shape [batch_size, head_bytes / 8], int64.
         items: Values in each column. Shape [num_columns], int64.
-        addresses: First byte of each section in memory. Shape [sections, 1], int64.
-        offsets: First byte of each sample in each section, and the end. Shape [sections, batch_size + 1], int64.
+        sizes: Bytes of each sample in each section. Shape [sections, batch_size], int64.
         scraps: What is of no use any more; see `Outcome`.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
         self.batch = batch
         layout, columns, size = schema.layout, batch.columns, batch.batch_size
-        ends = zeros(layout.num_rows, size + 1)  # first entry of each sample, and the end
-        outer = ends[: len(layout.jagged)]
+        counts = np.empty((layout.num_rows, size), np.int64)  # entries of each sample
         lengths = [columns[column.name].levels[0].numpy() for column in layout.jagged]
         inner = [columns[column.name].levels[1].numpy() for column, _ in layout.nested]
         self.scraps: list[object] = [lengths, inner]
-        for row, counts in zip(outer, lengths, strict=True):
-            row[1:] = counts
-        _accumulate(outer, axis=1, out=outer)
-        for row, (_, j), counts in zip(ends[len(outer) : -1], layout.nested, inner, strict=True):
-            row[:] = _offsets(counts)[outer[j]]
-        ends[-1] = count_to(size + 1)
+        for row, each in zip(counts, lengths, strict=False):
+            row[:] = each
+        for row, (_, j), each in zip(counts[len(lengths) : -1], layout.nested, inner, strict=True):
+            ends = _offsets(each)[_offsets(counts[j])]
+            np.subtract(ends[1:], ends[:-1], out=row)
+        counts[-1] = 1
         self.heads: Int64s = zeros(size, layout.head_bytes // 8)
-        np.subtract(ends[:-1, 1:].T, ends[:-1, :-1].T, out=self.heads[:, : len(layout.counted)])
+        self.heads[:, : len(layout.counted)] = counts[:-1].T
         for column, start in layout.narrow:
             if column.row_bytes and size:
                 flat = _flat(columns[column.name].values, column)
                 _items(self.heads, column, start)[:] = flat.view(column.item)
                 self.scraps.append(flat)
-        self.items: Int64s = ends[:, -1][layout.column_rows]
-        self.offsets: Int64s = take_rows(ends, layout.section_rows) * layout.entry_bytes
+        self.items: Int64s = _sum(counts, axis=1)[layout.column_rows]
         at = [
             (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
             for s in layout.sections
         ]
-        self.addresses: Int64s = np.array(at, np.int64).reshape(-1, 1)
+        self.sizes: Int64s = take_rows(counts, layout.section_rows) * layout.entry_bytes
+        self._starts = _accumulate(self.sizes, axis=1)
+        self._starts += np.array(at, np.int64).reshape(-1, 1) - self.sizes
+        self._at = at
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return len(self.sizes)
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        ends = _sum(self.offsets)
-        payload: Int64s = ends[1:] - ends[:-1] + 8 * self.heads.shape[1]
+        payload: Int64s = _sum(self.sizes) + 8 * self.heads.shape[1]
         return payload
 
     def fingerprint(self) -> int:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
-        sizes = np.minimum(self.offsets[:, -1], _FINGERPRINT_BYTES)
-        for address, size in zip(self.addresses[:, 0].tolist(), sizes.tolist(), strict=True):
-            checksum = zlib.crc32(ctypes.string_at(address, size), checksum)
+        for address, size in zip(self._at, _sum(self.sizes, axis=1).tolist(), strict=True):
+            checksum = zlib.crc32(ctypes.string_at(address, min(size, _FINGERPRINT_BYTES)), checksum)
         return checksum
 
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
-        starts = take_columns(self.offsets, samples)
-        return starts + self.addresses, take_columns(self.offsets, samples + 1) - starts
+        return take_columns(self._starts, samples), take_columns(self.sizes, samples)
 
 
 def _offsets(lengths: Int64s) -> Int64s:
@@ -147,11 +145,12 @@ def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.
     if not len(leaving):
         return _NOTHING
     to = owners[leaving]
-    leaving = leaving[to.argsort(kind="stable")]
-    counts = np.bincount(to, minlength=len(sizes))
-    peers = counts.nonzero()[0]
-    counts = counts[peers]
-    first = _accumulate(counts) - counts
+    order = to.argsort(kind="stable")
+    leaving, to = leaving[order], to[order]
+    # Of each peer's samples, where in this order the first one is.
+    first = np.concatenate([_FIRST, (to[1:] != to[:-1]).nonzero()[0] + 1])
+    peers = to[first]
+    counts = np.concatenate([first[1:], [len(to)]]) - first
     # A message is copied from one range for its heads, one a sample and one for padding a section, and one for slack.
     widths = counts + 1
     ends = _accumulate(widths * len(sections) + 2)
@@ -186,6 +185,7 @@ def unpack(
     staying: Int64s,
     schema: Schema,
     rank: int,
+    scraps: list[object] | None = None,
 ) -> JaggedBatch:
     """Put what arrived and what stayed home together, in global order.
 
@@ -197,6 +197,7 @@ def unpack(
         staying: Positions of the samples that stay home, ascending.
         schema: The columns.
         rank: This rank.
+        scraps: Gets what is of no use any more; see `Outcome`.
 
     Returns:
         A batch that owns its memory.
@@ -204,8 +205,10 @@ def unpack(
     Raises:
         ProtocolError: The lengths in a message cannot be.
     """
-    layout = schema.layout
-    heads = _join_heads(received, sizes, num_samples, take_rows(sections.heads, staying), rank)
+    layout, scraps = schema.layout, [] if scraps is None else scraps
+    words = received.numpy()
+    scraps.append(words)
+    heads = _join_heads(words, sizes, num_samples, take_rows(sections.heads, staying), rank)
     counted = np.ascontiguousarray(heads[:, : len(layout.counted)].T)
     _check(counted, layout.counted)
     entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
@@ -219,7 +222,7 @@ def unpack(
         read = 8 * heads.shape[1] * num_samples
         at, num_bytes = _find(counts, starts + read, sizes - read, sections.ranges(staying), layout, rank)
         flats = gather_parts(at, num_bytes, layout.section_dtypes)
-        _add_inner(levels, flats, counted, layout)
+        scraps.append(_add_inner(levels, flats, counted, layout))
         for section, flat, count in zip(layout.sections, flats, _sum(counts, axis=1).tolist(), strict=True):
             if not section.is_inner:
                 values = _as_values(flat, section.column, count)
@@ -227,7 +230,7 @@ def unpack(
     return JaggedBatch.of_checked({name: columns[name] for name in schema.names}, len(heads))
 
 
-def _join_heads(received: torch.Tensor, sizes: Int64s, num_samples: Int64s, home: Int64s, rank: int) -> Int64s:
+def _join_heads(received: NDArray[np.uint8], sizes: Int64s, num_samples: Int64s, home: Int64s, rank: int) -> Int64s:
     """The heads of all samples of this rank, `home` being those of the ones that stayed. Shape [total, words]."""
     width = home.shape[1]
     arrived = num_samples.copy()
@@ -240,7 +243,7 @@ def _join_heads(received: torch.Tensor, sizes: Int64s, num_samples: Int64s, home
         raise ProtocolError(f"stage III: the heads of rank {int(short.argmax())} are longer than their message")
     first = (_accumulate(sizes) - sizes) // 8 - before * width  # word where the head of sample 0 would be
     starts = first.repeat(arrived) + count_to(total) * width
-    heads = received.numpy().view(np.int64)[starts.reshape(-1, 1) + count_to(width)]
+    heads = received.view(np.int64)[starts.reshape(-1, 1) + count_to(width)]
     return np.concatenate([heads[: before[rank]], home, heads[before[rank] :]])
 
 
@@ -302,14 +305,20 @@ def _find(
     )
 
 
-def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> None:
-    """Add the inner lengths to the levels of nested columns, if they add up to what the heads say of each sample."""
-    for (column, j), lengths, total in zip(layout.nested, flats, counted[len(layout.jagged) :], strict=False):
-        inner = lengths.numpy()
+def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> list[Int64s]:
+    """Add the inner lengths to the levels of nested columns, if they add up to what the heads say of each sample.
+
+    Returns:
+        Them as arrays.
+    """
+    inners = [lengths.numpy() for lengths in flats[: len(layout.nested)]]
+    rows = zip(layout.nested, flats, inners, counted[len(layout.jagged) :], strict=False)
+    for (column, j), lengths, inner, total in rows:
         _check(inner[None], [column])
         if not np.array_equal(_offsets(inner)[_accumulate(counted[j])], _accumulate(total)):
             raise ProtocolError(f"stage III: the lengths of column {column.name!r} in a message do not add up")
         levels[column.name] = (*levels[column.name], lengths)
+    return inners
 
 
 def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:

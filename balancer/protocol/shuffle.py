@@ -125,4 +125,5 @@ class Shuffle:
             self._staying,
             self._schema,
             self._transport.rank,
+            self.scraps,
         )
