@@ -195,8 +195,10 @@ class GroupContext:
 
     def _finish_now(self, iteration: Iteration, gradient: Tensor, stamp: Stamp) -> None:
         upload = Upload(gradient.device, None)
-        gradients = iteration.plan.all_gradients(upload)
+        iteration.plan.add_all_gradients(upload)
         upload.send()
+        gradients = iteration.plan.all_gradients
+        assert gradients is not None, "made just now, or with the plan"
         self._background.drain()
 
         def update(transport: Transport) -> None:

@@ -6,16 +6,21 @@ its stream wait for that copy, not the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Taker = Callable[[Sequence[Tensor]], None]
+_PADDING = np.zeros(1, dtype=np.int64)
+
 
 class Upload:
-    """Collects arrays; `send()` fills the tensors that `add` returned.
+    """Collects arrays and sends them together.
 
-    On the CPU the tensors share the arrays' memory at once.
+    On the CPU nothing is sent: tensors share the arrays' memory at once.
 
     Args:
         device: Where the tensors are needed.
@@ -25,37 +30,42 @@ class Upload:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device, self._stream = device, stream
         self._arrays: list[NDArray[np.int64]] = []
-        self._tensors: list[Tensor] = []
+        self._takers: list[tuple[int, Taker]] = []
         self.event: torch.cuda.Event | None = None
         self.storage: Tensor | None = None
 
-    def add(self, array: NDArray[np.int64]) -> Tensor:
-        """Return the tensor that will hold an array. Shape of `array`, int64."""
-        array = np.ascontiguousarray(array, dtype=np.int64)
+    def add(self, arrays: Sequence[NDArray[np.int64]], take: Taker) -> None:
+        """Have arrays sent.
+
+        Args:
+            arrays: Of one dimension, int64, contiguous.
+            take: Gets the tensors, in the arrays' order; on the CPU at once, else in `send`.
+        """
         if self._device.type == "cpu":
-            return torch.from_numpy(array)
-        tensor = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._arrays.append(array)
-        self._tensors.append(tensor)
-        return tensor
+            take([torch.from_numpy(array) for array in arrays])
+            return
+        self._arrays += arrays
+        self._takers.append((len(arrays), take))
 
     def send(self) -> None:
         """Copy all arrays to the device without waiting for it."""
         if not self._arrays:
             return
-        sizes = [-(-len(array) // 2) * 2 for array in self._arrays]  # every array begins at 16 bytes
+        padded = [part for array in self._arrays for part in (array, _PADDING[: len(array) % 2])]  # to 16 bytes each
+        sizes = [len(part) for part in padded]
         packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-        view, start = packed.numpy(), 0
+        np.concatenate(padded, out=packed.numpy())
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self.storage = torch.empty(len(packed), dtype=torch.int64, device=self._device)
-            for array, tensor, size in zip(self._arrays, self._tensors, sizes, strict=True):
-                view[start : start + len(array)] = array
-                tensor.data = self.storage[start : start + len(array)]
-                start += size
             self.storage.copy_(packed, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
-        self._arrays, self._tensors = [], []
+        # One call for all views: each would give another thread the interpreter.
+        tensors, start = self.storage.split(sizes)[::2], 0
+        for count, take in self._takers:
+            take(tensors[start : start + count])
+            start += count
+        self._arrays, self._takers = [], []
 
     def use(self) -> None:
         """Have the current stream wait for the copy, and keep its memory until that stream is done with it."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .forms import Ints
+from .forms import Ints, count_up
 
 
 class HostIds:
@@ -80,7 +80,7 @@ def fingerprint(ids: Ints) -> int:
         >>> fingerprint(np.array([5, 7]))
         19
     """
-    return int(np.dot(ids, np.arange(1, len(ids) + 1)))
+    return int(np.dot(ids, count_up(len(ids) + 1)[1:]))
 
 
 def same_ids(one: Tensor, another: Tensor) -> bool:

@@ -7,7 +7,7 @@ gradients leave in two parts: *urgent* ones, which the next batch reads, and *de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.sum_tree import SumTree, TreeArrays, plan_tree
 from .device_arrays import Upload
-from .forms import Bits, Ints, Layout, Occurrences, find_occurrences, merge_pieces
+from .forms import Bits, Ints, Layout, Occurrences, count_up, find_occurrences, merge_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,7 @@ class GroupPlan:
         keys: Distinct keys asked for, ascending. Shape [u].
         sent: How many of each rank. Shape [world_size].
         occurrences: Where each call's keys occur; one a call.
+        local_rows: Rows that each rank has.
         rows: Local rows that this rank is asked for, ordered by asker. Shape [received.sum()].
         received: How many by each rank. Shape [world_size].
         late: Bits of `keys`: the batch before touches the row. None: all count as late.
@@ -83,11 +84,13 @@ class GroupPlan:
         late_values: Values of the late part.
         urgent_gradients: Set once the next batch is known.
         deferred_gradients: Set once the next batch is known.
+        all_gradients: What a backward needs that updates all rows at once; see `add_all_gradients`.
     """
 
     keys: Ints
     sent: Ints
     occurrences: list[Occurrences]
+    local_rows: int
     rows: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     received: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     late: Bits | None = None
@@ -98,7 +101,7 @@ class GroupPlan:
     late_values: Values = field(init=False)
     urgent_gradients: Gradients | None = None
     deferred_gradients: Gradients | None = None
-    _all_gradients: Gradients | None = None
+    all_gradients: Gradients | None = None
     _place: Ints | None = None  # where each key's row lies among the batch's rows, early ones first; None: at its turn
 
     @property
@@ -108,55 +111,78 @@ class GroupPlan:
 
     def index(self, upload: Upload) -> None:
         """Make what the forward of this batch needs, from `keys`, `rows` and `late`."""
+        self.num_early, self.early, self._place, self.calls = 0, None, None, []
         if self.late is None or self.late_rows is None:
-            self.num_early, self.early, self._place = 0, None, None
-            self.late_values = Values(self.sent, self.received, upload.add(self.rows))
+            upload.add([self.rows], self._take_late)
         else:
-            early, early_rows = ~self.late, ~self.late_rows
-            self.num_early = int(np.count_nonzero(early))
-            self.early = self._values(early, early_rows, upload)
-            self.late_values = self._values(self.late, self.late_rows, upload)
-            self._place = np.empty(len(early), dtype=np.int64)
-            self._place[early] = np.arange(self.num_early)
-            self._place[self.late] = np.arange(self.num_early, len(early))
-        self.calls = [self._index_call(found, upload) for found in self.occurrences]
+            asked, served = divide(self.late, self.sent), divide(self.late_rows, self.received)
+            self._place = np.empty(len(self.keys), dtype=np.int64)
+            self.num_early = len(asked.others)
+            self._place[asked.others] = count_up(len(self.keys))[: self.num_early]
+            self._place[asked.chosen] = count_up(len(self.keys))[self.num_early :]
+
+            def take(tensors: Sequence[Tensor]) -> None:
+                self.early = Values(asked.num_others, served.num_others, tensors[0])
+                self.late_values = Values(asked.num_chosen, served.num_chosen, tensors[1])
+
+            upload.add([self.rows.take(served.others), self.rows.take(served.chosen)], take)
+        for found in self.occurrences:
+            self._index_call(found, upload)
 
     def index_successor(self, urgent: Bits, urgent_rows: Bits, upload: Upload) -> None:
         """Make what the backward of this batch needs, now that it is known what the next batch reads."""
-        self.urgent_gradients = self._gradients(urgent, urgent_rows, upload)
-        self.deferred_gradients = self._gradients(~urgent, ~urgent_rows, upload)
+        sent, received = divide(urgent, self.sent), divide(urgent_rows, self.received)
+        rows = self.rows.take(np.concatenate([received.chosen, received.others]))
+        one, other = merge_pieces(rows, self.local_rows, len(received.chosen))
+        positions = sent.chosen, sent.others
+        if self._place is not None:
+            positions = self._place.take(sent.chosen), self._place.take(sent.others)
+        trees = [plan_tree(each.order, each.offsets, most=len(self.sent)) for each in (one, other)]
 
-    def all_gradients(self, upload: Upload) -> Gradients:
-        """What a backward needs that updates all rows at once."""
-        if self._all_gradients is None:
-            everything = np.ones(len(self.keys), dtype=np.bool_), np.ones(len(self.rows), dtype=np.bool_)
-            self._all_gradients = self._gradients(*everything, upload)
-        return self._all_gradients
+        def take(tensors: Sequence[Tensor]) -> None:
+            left = iter(tensors)
+            parts = (sent.num_chosen, received.num_chosen), (sent.num_others, received.num_others)
+            self.urgent_gradients, self.deferred_gradients = (
+                Gradients(*counts, next(left), next(left), take_tree(tree, left))
+                for counts, tree in zip(parts, trees, strict=True)
+            )
 
-    def _values(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Values:
-        rows = upload.add(self.rows[chosen_rows])
-        return Values(count_by(chosen, self.sent), count_by(chosen_rows, self.received), rows)
+        first = [positions[0], one.keys, *arrays_of(trees[0])]
+        upload.add([*first, positions[1], other.keys, *arrays_of(trees[1])], take)
 
-    def _gradients(self, chosen: Bits, chosen_rows: Bits, upload: Upload) -> Gradients:
-        rows, counts, order = merge_pieces(self.rows[chosen_rows])
-        return Gradients(
-            sent=count_by(chosen, self.sent),
-            received=count_by(chosen_rows, self.received),
-            positions=upload.add(np.flatnonzero(chosen) if self._place is None else self._place[chosen]),
-            rows=upload.add(rows),
-            tree=add_tree(plan_tree(order, counts), upload),
-        )
+    def add_all_gradients(self, upload: Upload) -> None:
+        """Make what a backward needs that updates all rows at once, unless it is there."""
+        if self.all_gradients is not None:
+            return
+        found, _ = merge_pieces(self.rows, self.local_rows, len(self.rows))
+        tree = plan_tree(found.order, found.offsets, most=len(self.sent))
+        positions = np.arange(len(self.keys)) if self._place is None else self._place
 
-    def _index_call(self, found: Occurrences, upload: Upload) -> CallIndex:
+        def take(tensors: Sequence[Tensor]) -> None:
+            left = iter(tensors)
+            self.all_gradients = Gradients(self.sent, self.received, next(left), next(left), take_tree(tree, left))
+
+        upload.add([positions, found.keys, *arrays_of(tree)], take)
+
+    def _take_late(self, tensors: Sequence[Tensor]) -> None:
+        self.late_values = Values(self.sent, self.received, tensors[0])
+
+    def _index_call(self, found: Occurrences, upload: Upload) -> None:
         """A call may ask for some of the batch's rows only: the others have no summands."""
-        counts, place = found.counts, self._place
+        offsets, place = found.offsets, self._place
         if len(found.keys) < len(self.keys):
-            at = np.searchsorted(self.keys, found.keys)
-            counts = np.zeros(len(self.keys), dtype=np.int64)
-            counts[at] = found.counts
+            at = self.keys.searchsorted(found.keys)
+            counts = np.zeros(len(self.keys) + 1, dtype=np.int64)
+            counts[at + 1] = offsets[1:] - offsets[:-1]
+            offsets = counts.cumsum()
             place = at if place is None else place[at]
-        inverse = found.inverse if place is None else place.take(found.inverse)
-        return CallIndex(upload.add(inverse), add_tree(plan_tree(found.order, counts, self._place), upload))
+        tree = plan_tree(found.order, offsets, self._place)
+
+        def take(tensors: Sequence[Tensor]) -> None:
+            left = iter(tensors)
+            self.calls.append(CallIndex(next(left), take_tree(tree, left)))
+
+        upload.add([found.inverse if place is None else place.take(found.inverse), *arrays_of(tree)], take)
 
 
 def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPlan:
@@ -171,28 +197,57 @@ def ask(layout: Layout, calls: Sequence[Sequence[tuple[int, Ints]]]) -> GroupPla
         keys = occurrences[0].keys
     else:
         keys = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *[found.keys for found in occurrences]]))
-    return GroupPlan(keys, layout.splits(keys), occurrences)
+    return GroupPlan(keys, layout.splits(keys), occurrences, layout.local_rows)
 
 
 def _occurrences(layout: Layout, call: Sequence[tuple[int, Ints]]) -> Occurrences:
     pieces = [layout.keys(table, ids) for table, ids in call]
-    found = find_occurrences(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+    found = find_occurrences(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), layout.num_keys)
     paddings = [(ids, layout.tables[table].padding_idx) for table, ids in call]
     if all(padding is None for _, padding in paddings):
         return found
     return found.without(np.concatenate([ids == (-1 if padding is None else padding) for ids, padding in paddings]))
 
 
-def count_by(chosen: Bits, splits: Ints) -> Ints:
-    """How many bits are set in each of consecutive pieces. Shape of `splits`."""
-    ends = np.cumsum(splits).tolist()
-    return np.array([np.count_nonzero(chosen[a:b]) for a, b in zip([0, *ends], ends, strict=False)], dtype=np.int64)
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """Where bits are set, and where not.
+
+    Attributes:
+        chosen: Places of those that are set, ascending.
+        others: Places of the others, ascending.
+        num_chosen: How many are set for each rank. Shape [world_size].
+        num_others: The others. Shape [world_size].
+    """
+
+    chosen: Ints
+    others: Ints
+    num_chosen: Ints
+    num_others: Ints
 
 
-def add_tree(arrays: TreeArrays, upload: Upload) -> SumTree:
-    """Send the rounds of a sum to where it is taken."""
-    rounds: list[tuple[Tensor, Tensor, Tensor | None]] = [
-        (upload.add(order), upload.add(offsets), None if targets is None else upload.add(targets))
-        for order, offsets, targets in arrays.rounds
+def divide(bits: Bits, splits: Ints) -> Divided:
+    """Find where bits are set, in each of consecutive pieces.
+
+    Example:
+        >>> found = divide(np.array([True, False, True, True]), np.array([2, 2]))
+        >>> found.chosen.tolist(), found.others.tolist(), found.num_chosen.tolist(), found.num_others.tolist()
+        ([0, 2, 3], [1], [1, 2], [1, 0])
+    """
+    chosen, others = bits.nonzero()[0], (~bits).nonzero()[0]
+    num_chosen = chosen.searchsorted(splits.cumsum())
+    num_chosen[1:] -= num_chosen[:-1].copy()
+    return Divided(chosen, others, num_chosen, splits - num_chosen)
+
+
+def arrays_of(tree: TreeArrays) -> list[Ints]:
+    """The rounds' arrays, one after the other."""
+    return [array for each in tree.rounds for array in each if array is not None]
+
+
+def take_tree(tree: TreeArrays, tensors: Iterator[Tensor]) -> SumTree:
+    """The same tree made of tensors, in the order of `arrays_of`."""
+    rounds = [
+        (next(tensors), next(tensors), None if targets is None else next(tensors)) for _, _, targets in tree.rounds
     ]
-    return SumTree(arrays.size, arrays.num_scratch, rounds)
+    return SumTree(tree.size, tree.num_scratch, rounds)

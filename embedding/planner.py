@@ -351,7 +351,7 @@ class _Work:
         for plan in batch.groups:
             plan.index(batch.upload)
             if found.trains:
-                plan.all_gradients(batch.upload)
+                plan.add_all_gradients(batch.upload)
         batch.upload.send()
 
 

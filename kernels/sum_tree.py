@@ -44,36 +44,43 @@ class SumTree:
     rounds: list[tuple[Tensor, Tensor, Tensor | None]]
 
 
-def plan_tree(order: NDArray[np.int64], counts: NDArray[np.int64], rows: NDArray[np.int64] | None = None) -> TreeArrays:
+def plan_tree(
+    order: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64] | None = None,
+    most: int | None = None,
+) -> TreeArrays:
     """Lay out the rounds.
 
     Args:
         order: Rows of the values: all summands of the first sum in their order, then of the second, … Shape [n].
-        counts: Summands of each; may be 0. Shape [size].
+        offsets: Where each sum's summands begin in `order`, and where the last ones end. Shape [size + 1].
         rows: Where in the result each sum goes; None: in this order. Shape [size].
+        most: No sum has more summands than that; None: not known.
 
     Returns:
         The rounds, in host memory.
 
     Example:
-        >>> tree = plan_tree(np.array([2, 0, 1]), np.array([2, 0, 1]))
+        >>> tree = plan_tree(np.array([2, 0, 1]), np.array([0, 2, 2, 3]))
         >>> tree.size, len(tree.rounds)
         (3, 1)
     """
-    size, num_scratch = len(counts), 0
+    size, num_scratch = len(offsets) - 1, 0
     rounds: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]] = []
-    while True:
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        hot = np.flatnonzero(counts > CHUNK)
+    while most is None or most > CHUNK:
+        counts = offsets[1:] - offsets[:-1]
+        hot = (counts > CHUNK).nonzero()[0]
         if not len(hot):
-            rounds.append((order, offsets, rows))
-            return TreeArrays(size, num_scratch, rounds)
+            break
         rows = np.arange(size) if rows is None else rows
         chunks = -(-counts[hot] // CHUNK)
-        scratch = size + num_scratch + np.arange(int(chunks.sum()))
-        rounds.append((order, *_split_hot(offsets, rows, hot, chunks, scratch)))
-        order, rows, counts = scratch, rows[hot], chunks
+        ends = chunks.cumsum()
+        scratch = np.arange(size + num_scratch, size + num_scratch + int(ends[-1]))
+        rounds.append((order, *_split_hot(offsets, rows, hot, chunks, ends, scratch)))
+        order, rows, offsets = scratch, rows[hot], np.concatenate([[0], ends])
         num_scratch += len(scratch)
+    return TreeArrays(size, num_scratch, [*rounds, (order, offsets, rows)])
 
 
 def _split_hot(
@@ -81,20 +88,26 @@ def _split_hot(
     rows: NDArray[np.int64],
     hot: NDArray[np.int64],
     chunks: NDArray[np.int64],
+    ends: NDArray[np.int64],
     scratch: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offsets and targets when sums at `hot` are made of so many chunks each, whose sums go to `scratch`.
 
     There are few such sums, so their further chunks are inserted, and nothing is repeated for all others.
     """
-    firsts = np.cumsum(chunks) - chunks
-    turn = np.arange(len(scratch)) - np.repeat(firsts, chunks)
-    further = np.flatnonzero(turn)
-    begin = np.repeat(offsets[hot], chunks)[further] + turn[further] * CHUNK
-    targets = rows.copy()
-    targets[hot] = scratch[firsts]
-    at = np.repeat(hot + 1, chunks - 1)
-    return np.insert(offsets, at, begin), np.insert(targets, at, scratch[further])
+    firsts = ends - chunks
+    turn = np.arange(len(scratch)) - firsts.repeat(chunks)
+    further = turn.nonzero()[0]
+    inserted = hot.repeat(chunks - 1) + np.arange(1, len(further) + 1)
+    is_old = np.ones(len(offsets) + len(further), dtype=np.bool_)
+    is_old[inserted] = False
+    old = is_old.nonzero()[0]
+    new_offsets, new_rows = np.empty(len(is_old), dtype=np.int64), np.empty(len(is_old) - 1, dtype=np.int64)
+    new_offsets[old], new_rows[old[:-1]] = offsets, rows
+    new_offsets[inserted] = (offsets[hot].repeat(chunks) + turn * CHUNK)[further]
+    new_rows[inserted] = scratch[further]
+    new_rows[old[hot]] = scratch[firsts]
+    return new_offsets, new_rows
 
 
 def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
@@ -113,7 +126,7 @@ def sum_tree(values: Tensor, tree: SumTree) -> Tensor:
         ValueError: `values` is not a float32 matrix.
 
     Example:
-        >>> arrays = plan_tree(np.array([2, 0, 1]), np.array([2, 0, 1]))
+        >>> arrays = plan_tree(np.array([2, 0, 1]), np.array([0, 2, 2, 3]))
         >>> rounds = [(torch.from_numpy(i), torch.from_numpy(o), None) for i, o, _ in arrays.rounds]
         >>> tree = SumTree(arrays.size, 0, rounds)
         >>> sum_tree(torch.tensor([[1.0], [2.0], [4.0]]), tree).tolist()

@@ -7,7 +7,7 @@ import pytest
 
 from freescale.embedding import collision
 from freescale.embedding.collision import Stamps, num_bytes, pack_masks, unpack_masks
-from freescale.embedding.forms import find_occurrences, merge_pieces
+from freescale.embedding.forms import count_up, find_occurrences, merge_pieces
 
 
 def test_collisions_are_those_of_sets_also_when_generations_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +34,19 @@ def test_masks_of_several_ranks_arrive_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 2**33, 2**61], ids=["narrow", "wide", "too wide to pack"])
-def test_merging_ascending_pieces_finds_what_sorting_finds(offset: int) -> None:
+@pytest.mark.parametrize("sizes", [(0, 3, 30), (30, 0, 0), (0, 0, 20), (0, 0, 0)])
+def test_merging_ascending_pieces_finds_what_sorting_finds(offset: int, sizes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(5)
-    pieces = [np.unique(rng.integers(0, 40, size)) for size in (0, 3, 30)]
-    keys = np.concatenate(pieces) + offset
-    found, merged = find_occurrences(keys), merge_pieces(keys)
-    assert np.array_equal(found.keys[found.inverse], keys)
-    for one, other in zip((found.keys, found.counts, found.order), merged, strict=True):
-        assert np.array_equal(one, other)
+    pieces = [np.unique(rng.integers(0, 40, size)) + offset for size in sizes]
+    keys = np.concatenate([*pieces, *reversed(pieces)])
+    first = sum(map(len, pieces))
+    for part, merged in zip((keys[:first], keys[first:]), merge_pieces(keys, offset + 40, first), strict=True):
+        found = find_occurrences(part, offset + 40)
+        assert np.array_equal(found.keys[found.inverse], part)
+        for name in ("keys", "offsets", "order"):
+            assert np.array_equal(getattr(found, name), getattr(merged, name)), name
+
+
+def test_numbers_that_all_share_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        count_up(5)[0] = 1

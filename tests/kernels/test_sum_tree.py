@@ -16,7 +16,7 @@ def tree_of(counts: list[int], order: Tensor | None = None, device: str = "cpu",
     total = sum(counts)
     order = torch.arange(total) if order is None else order
     place = None if rows is None else rows.numpy()
-    arrays = plan_tree(order.numpy(), np.array(counts, dtype=np.int64), place)
+    arrays = plan_tree(order.numpy(), np.cumsum([0, *counts]), place)
     rounds = [
         (
             torch.from_numpy(i).to(device),
