@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def slowdowns(found: dict[str, Any]) -> list[float]:
-    """Percentage that each block's median step beside the balancer is over that of the idle block before it."""
+    """Percentage that each block's median step beside the balancer is over that of the idle block next to it."""
     pairs = zip(found["idle"], found["beside"], strict=True)
     return [100 * (statistics.median(beside) / statistics.median(idle) - 1) for idle, beside in pairs]
 

@@ -25,7 +25,7 @@ from ..balancer.protocol.step import Posted
 from ..transport import Transport, connect
 from .launch import rank_main
 
-_SETTLE_S = 0.3  # the balancer fills its queue and falls asleep
+_SETTLE_S = 0.3  # the balancer fills its queue and falls asleep, and the loop's core takes up its speed
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ _ENDED = object()
 def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], watch: Watch) -> dict[str, Any]:
     """Run blocks of steps in turn: beside the sleeping thread, and beside it at work, one batch a step.
 
+    Which comes first alternates. The loop runs unmeasured before either, as a core that has slept is slow at first.
+
     Args:
         settings: Numbers of steps and blocks.
         batches: What the balancer gives; at least `settings.num_batches`.
@@ -145,20 +147,13 @@ def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], w
     rounds = operations_for(settings.step_ms)
     found: dict[str, Any] = {"rounds": rounds, "idle": [], "beside": [], "waited": [], "balancer_cpu": []}
     for block in range(settings.num_blocks + 1):
-        time.sleep(_SETTLE_S)
-        idle = [_timed(rounds) for _ in range(settings.block_steps)]
-        beside, waited = [], []
-        elsewhere = _cpu_elsewhere()
-        for _ in range(settings.block_steps):
-            started = time.perf_counter()
-            next(batches)
-            waited.append(1e3 * (time.perf_counter() - started))
-            beside.append(_timed(rounds))
+        pair: dict[str, Any] = {}
+        for is_beside in (block % 2 == 1, block % 2 == 0):
+            _settle(rounds)
+            pair |= _beside(settings, rounds, batches) if is_beside else {"idle": _steps(settings, rounds)}
         if block:
-            found["idle"].append(idle)
-            found["beside"].append(beside)
-            found["waited"].append(waited)
-            found["balancer_cpu"].append(1e3 * (_cpu_elsewhere() - elsewhere) / settings.block_steps)
+            for name, value in pair.items():
+                found[name].append(value)
         else:
             watch.stages = {}
     found["stages"] = _a_step(watch, settings.block_steps * settings.num_blocks)
@@ -168,6 +163,28 @@ def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], w
         time.sleep(settings.step_ms / 1e3)
     found["counted"] = _a_step(watch, settings.block_steps)
     return found
+
+
+def _settle(rounds: int) -> None:
+    until = time.perf_counter() + _SETTLE_S
+    while time.perf_counter() < until:
+        launch_bound(rounds)
+
+
+def _steps(settings: Settings, rounds: int) -> list[float]:
+    return [_timed(rounds) for _ in range(settings.block_steps)]
+
+
+def _beside(settings: Settings, rounds: int, batches: Iterator[tuple[JaggedBatch, Report]]) -> dict[str, Any]:
+    steps, waited = [], []
+    elsewhere = _cpu_elsewhere()
+    for _ in range(settings.block_steps):
+        started = time.perf_counter()
+        next(batches)
+        waited.append(1e3 * (time.perf_counter() - started))
+        steps.append(_timed(rounds))
+    cpu_ms = 1e3 * (_cpu_elsewhere() - elsewhere) / settings.block_steps
+    return {"beside": steps, "waited": waited, "balancer_cpu": cpu_ms}
 
 
 def _a_step(watch: Watch, steps: int) -> dict[str, dict[str, float]]:
