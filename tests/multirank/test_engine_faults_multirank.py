@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 import device_contract
-from rank_processes import launch
+from rank_processes import launch, support_path
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(device_contract.__file__).with_name("engine_faults.py")
 
 
 def run(engine: str, how: str) -> tuple[str, str]:
-    paths = {"PYTHONPATH": str(SCRIPT.parent)}
-    done = launch("plain", 2, SCRIPT, [engine, how], timeout_s=40, environment=paths)
+    done = launch("plain", 2, SCRIPT, [engine, how], timeout_s=40, environment={"PYTHONPATH": support_path()})
     assert not done.timed_out, done.explain()
     found = re.search(r"raised (\w+) after ([\d.]+) s: (.*)", done.outputs[0])
     assert found, done.explain()

@@ -6,20 +6,18 @@ two ranks that may share a GPU.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import device_contract
-from rank_processes import launch
+from rank_processes import launch, support_path
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(device_contract.__file__).with_name("stream_stress.py")
 THREADS = ["threads-peer", "threads-segment", "threads-staged"]
 # Checks leave more channels open than trainers do. The C library fills what is freed.
-PLACES = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
-VARIABLES = {**PLACES, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "MALLOC_PERTURB_": "255"}
+VARIABLES = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32", "MALLOC_PERTURB_": "255"}
 
 
 def train_under_stress(world_size: int, steps: int, seed: int, engines: list[str], timeout_s: float) -> None:

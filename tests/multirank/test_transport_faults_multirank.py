@@ -91,6 +91,16 @@ def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
         assert DEADLINE_S - 1 < seconds(text) < DEADLINE_S + 3
 
 
+@pytest.mark.parametrize("how", ["stop unchecked", "kill unchecked", "stop inside"])
+def test_channels_that_compare_no_sizes_name_the_missing_rank_under_mpi_too(how: str) -> None:
+    done = fail("mpi", how, recovery=how.startswith("kill"))
+    texts = [reported(done, rank) for rank in (0, 2)]
+    timeouts = [text for text in texts if text.startswith("TransportTimeout")]
+    assert timeouts, done.explain()
+    assert all("on channel 'trusting'" in text and "missing: ranks [1]" in text for text in timeouts), done.explain()
+    assert all("missing: ranks [1]" in text for text in texts), "whoever heard it from a peer"
+
+
 @BACKENDS
 def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_it_needs_them(backend: str) -> None:
     done = fail(backend, "mismatch")

@@ -143,6 +143,7 @@ def run_all(folder: Path, timeout_s: float, troubles: list[str]) -> None:
 def main(where: str, timeout_s: str, *troubles: str) -> None:
     """See the module's text."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
     if where not in ("mpi", "process_group"):
         gc.freeze()  # what is imported stays shared between the ranks, and is not looked at again by each
         run_all(Path(where), float(timeout_s), list(troubles))

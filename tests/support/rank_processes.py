@@ -121,6 +121,11 @@ def launch(
         shutil.rmtree(logs, ignore_errors=True)
 
 
+def support_path() -> str:
+    """PYTHONPATH for scripts that import others from here; the package is still found where it is not installed."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _variables(logs: Path, segments: Path) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
