@@ -13,6 +13,7 @@ from .datapipe import BalancerIterDataPipe
 from .errors import BalancerError, PeerClosed, PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from .hooks import Attachment, attach
 from .loader import BalancedLoader, balance
+from .loss_scaled import LossScaled
 from .metrics import imbalance, sparsity, straggler_percentage
 from .node import BalancerNode
 from .partitioners.constraints import capped, grouped, keep_together
@@ -38,6 +39,7 @@ __all__ = [
     "Cost",
     "CostModel",
     "JaggedBatch",
+    "LossScaled",
     "ParquetSource",
     "Partitioner",
     "PeerClosed",

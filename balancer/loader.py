@@ -17,6 +17,7 @@ from ..transport import Transport, TransportTimeout
 from .adapters.adapt import Adapter, adapter_for, adapter_from
 from .arguments import check_arguments, lengths_from, refuse_in_worker
 from .batches.batch import JaggedBatch
+from .loss_scaled import LossScaled
 from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
 from .protocol.header import State
@@ -25,7 +26,7 @@ from .protocol.protocol import Protocol
 from .protocol.schema import Schema
 from .protocol.selection import Selection
 from .protocol.step import LocalBatch
-from .report import LossScaled, Report
+from .report import Report
 from .reshard import check_state
 from .source import ReplayedSource, Source, check_share, source_of
 from .worker import End, Worker
@@ -132,7 +133,7 @@ class BalancedLoader(Generic[T]):
 
     def with_loss_scale(self, column: str | None = None) -> LossScaled[T]:
         """An iterable over (batch, `report.loss_scale(column)`) pairs, for trainers that take batches ahead."""
-        return LossScaled(self.with_reports, column)
+        return LossScaled(self, column)
 
     def __len__(self) -> int:
         """Batches of the wrapped loader on this rank. An epoch has as many steps as the rank with the most."""
@@ -144,12 +145,15 @@ class BalancedLoader(Generic[T]):
         return getattr(self.dataloader, name)
 
     def start(self) -> BalancedIterator[T]:
-        """Begin an epoch: an iterator over (batch, report) pairs. An epoch that is still running is left."""
+        """Begin an epoch: an iterator over (batch, report) pairs. An epoch that is still running is left.
+
+        A state that was loaded is where it begins until a batch was taken: trainers call `iter` once to try it.
+        """
         refuse_in_worker()
         self.close()
         self._seconds, self.last_report = (-1, math.nan), None
-        state = self._loaded or self._fresh_state()
-        self._loaded = self._next = None
+        state = self._fresh_state() if self._loaded is None else copy.deepcopy(self._loaded)
+        self._next = None
         protocol = Protocol(
             self._transport,
             self._selection,
@@ -295,7 +299,7 @@ class BalancedLoader(Generic[T]):
         Raises:
             ValueError: An epoch is under way and the wrapped loader shuffles without a state of its own.
         """
-        state = at or self._loaded or self._state or self._next or self._fresh_state()
+        state = at or self._state or self._loaded or self._next or self._fresh_state()
         if (at or self._state) and state["step"] and isinstance(self._source, ReplayedSource):
             self._source.refuse_shuffling()
         return copy.deepcopy(state)
@@ -332,15 +336,15 @@ class BalancedLoader(Generic[T]):
         loaded = copy.deepcopy(dict(state))
         if loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
             self._partitioner.load_state_dict(copy.deepcopy(loaded["partitioner"]))
-        self._loaded, self._epoch = loaded, loaded["epoch"]
+        self._loaded, self._state, self._epoch = loaded, None, loaded["epoch"]
 
     def _finished(self, state: dict[str, Any]) -> None:
         """The epoch ended by itself; a state saved now begins the next one."""
-        self._worker = None
+        self._worker = self._loaded = None
         self._epoch, self._state, self._next = state["epoch"], None, state
 
     def _hand_out(self, report: Report, state: dict[str, Any]) -> None:
-        previous, self.last_report, self._state = self.last_report, report, state
+        previous, self.last_report, self._state, self._loaded = self.last_report, report, state, None
         unread = previous is not None and not previous.scale_was_read and not self._warned
         if previous is not None and unread and len(set(previous.batch_sizes)) > 1:
             self._warned = True
@@ -378,6 +382,7 @@ class BalancedIterator(Generic[T]):
             self._worker = None
             self._leave.detach()
             if entry.error is not None:
+                self.loader._loaded = None
                 raise entry.error
             self.loader._finished(entry.state)
             raise StopIteration

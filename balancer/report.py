@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from .metrics import imbalance, straggler_percentage
 
 Int64s = NDArray[np.int64]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -161,23 +159,3 @@ class Report:
             raise ValueError(f"column must be one of {sorted(self.global_items)}, got {column!r}")
         items = self.global_batch_size if column is None else self.global_items[column]
         return self.world_size / items if items else 0.0
-
-
-class LossScaled(Generic[T]):
-    """Batches with the scale of their loss, anew each time it is iterated. From `BalancedLoader.with_loss_scale`.
-
-    Trainers that take batches ahead of the model cannot ask the loader for its last report; a number beside the batch
-    is what every trainer passes on. There is no length on purpose: a rank's own number of batches is not the number of
-    steps, which is that of the rank with the most, and trainers that ask would stop early on some ranks.
-
-    Args:
-        start: Begins an epoch.
-        column: See `Report.loss_scale`.
-    """
-
-    def __init__(self, start: Callable[[], Iterator[tuple[T, Report]]], column: str | None) -> None:
-        self._start = start
-        self._column = column
-
-    def __iter__(self) -> Iterator[tuple[T, float]]:
-        return ((batch, report.loss_scale(self._column)) for batch, report in self._start())

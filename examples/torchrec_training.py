@@ -5,7 +5,7 @@ Launch it with
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.streamable import Pipelineable
 
-from freescale.balancer import BalancedLoader, balance
+from freescale.balancer import balance
 from freescale.transport import connect
 
 NUM_PAGES = 100
@@ -73,9 +73,9 @@ def make_batch(seed: int) -> Batch:
     return Batch(pages, label.float())
 
 
-def scaled(loader: BalancedLoader[Batch]) -> Iterator[Batch]:
+def scaled(pairs: Iterable[tuple[Batch, float]]) -> Iterator[Batch]:
     """Have each batch carry the scale of its loss: the pipeline takes batches ahead of the model."""
-    for batch, scale in loader.with_loss_scale():
+    for batch, scale in pairs:
         batch.__dict__["scale"] = scale
         yield batch
 
@@ -99,14 +99,18 @@ dense = [parameter for name, parameter in model.named_parameters() if "score" in
 pipeline = TrainPipelineSparseDist(model, torch.optim.Adagrad(dense, lr=0.1), device)
 
 batches = [make_batch(1000 * transport.rank + step) for step in range(40 + 5 * transport.rank)]  # one rank has more
-loader = balance(batches, transport, lengths="pages.uih_page")
-iterator = scaled(loader)
-losses = []
+pairs = balance(batches, transport, lengths="pages.uih_page").with_loss_scale()
+iterator = scaled(pairs)
+losses: list[float] = []
 while True:
     try:
         losses.append(float(pipeline.progress(iterator)))
     except StopIteration:
         break
+    pairs.trained()  # on the oldest batch that the pipeline has taken
+    if len(losses) == 10:  # what a checkpoint needs, beside model and optimizer; goes into the loader's load_state_dict
+        state = pairs.state_dict()
+        assert state["step"] == 10, "the pipeline is ahead, and its batches come again"
 
 mean = transport.all_gather(torch.tensor([losses])).wait().mean(0)
 print(f"rank {transport.rank}: {len(losses)} steps, loss {mean[0]:.3f} -> {mean[-1]:.3f}")

@@ -1,0 +1,125 @@
+"""Trainers that take batches ahead, and those that try an iterator before they use it: no sample is lost or twice."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from freescale.balancer import BalancedLoader, balance
+from freescale.transport import Transport, connect
+
+from rank_threads import run_in_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
+
+Batch = dict[str, Tensor]
+STEPS = (5, 3)  # of each rank
+
+
+class Rows(Dataset[Batch]):
+    """Eight samples."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"length": torch.tensor(index)}
+
+
+def make(transport: Transport) -> BalancedLoader[Batch]:
+    """A loader of batches of two samples, whose numbers say rank and place."""
+    ids = [torch.arange(2) + 2 * step + 1000 * transport.rank for step in range(STEPS[transport.rank])]
+    batches = [{"id": each, "length": torch.tensor([40, 3])} for each in ids]
+    return balance(batches, transport, "length")
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
+@pytest.mark.parametrize("stop", [0, 1, 2, 5])
+def test_what_was_taken_ahead_and_not_trained_on_comes_again(ahead: int, stop: int) -> None:
+    def run(transport: Transport) -> list[int]:
+        pairs = make(transport).with_loss_scale()
+        waiting, trained = iter(pairs), list[int]()
+        taken = list(islice(waiting, ahead))
+        for _ in range(stop):
+            taken += islice(waiting, 1)
+            trained += taken.pop(0)[0]["id"].tolist()
+            pairs.trained()
+        state = pairs.state_dict()
+        again = make(transport)
+        again.load_state_dict(state)
+        if stop == max(STEPS):  # the state of an epoch that ended begins the next one
+            assert state["epoch"] == (1 if ahead else 0)
+            return trained
+        return trained + [number for batch in again for number in batch["id"].tolist()]
+
+    seen = sorted(number for rank in run_in_threads(2, run) for number in rank)
+    assert seen == [*range(10), *range(1000, 1006)]
+
+
+def test_an_iterator_that_is_only_tried_leaves_a_loaded_state_as_it_is() -> None:
+    def run(transport: Transport) -> list[int]:
+        loader = make(transport)
+        first = next(iter(loader))["id"].tolist()
+        again = make(transport)
+        again.load_state_dict(loader.state_dict())
+        iter(again)  # Lightning does so before it trains
+        iter(again.with_loss_scale())
+        again.with_reports()
+        assert again.state_dict()["step"] == 1
+        return first + [number for batch in again for number in batch["id"].tolist()]
+
+    assert sorted(n for rank in run_in_threads(2, run) for n in rank) == [*range(10), *range(1000, 1006)]
+
+
+def test_a_loaded_state_is_used_once() -> None:
+    loader = balance([{"length": torch.tensor([n])} for n in range(4)], connect("local"), "length")
+    next(iter(loader))
+    again = balance(loader.dataloader, connect("local"), "length")
+    again.load_state_dict(loader.state_dict())
+    assert [int(batch["length"]) for batch in again] == [1, 2, 3]
+    assert [int(batch["length"]) for batch in again] == [0, 1, 2, 3]
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    assert [int(batch["length"]) for batch in again] == [0, 1, 2, 3]
+
+
+def test_an_epoch_of_pairs_begins_with_its_first_batch() -> None:
+    started = []
+
+    class Watched(list[Batch]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            started.append(True)
+            return super().__iter__()
+
+    pairs = balance(Watched([{"length": torch.tensor([1])}]), connect("local"), "length").with_loss_scale()
+    tried = iter(pairs)
+    assert not started
+    next(tried)
+    assert started
+
+
+def test_calling_trained_too_often_or_never_is_told() -> None:
+    batches = [{"length": torch.tensor([1])}] * 300
+    pairs = balance(batches, connect("local"), "length").with_loss_scale()
+    with pytest.raises(ValueError, match="more often than batches were handed out"):
+        pairs.trained()
+    for _ in pairs:
+        pass
+    with pytest.raises(ValueError, match=r"call trained\(\) after each step"):
+        pairs.state_dict()
+    for _ in pairs:  # another epoch
+        pairs.trained()
+    assert pairs.state_dict()["epoch"] == 2
+
+
+def test_a_shuffling_dataloader_is_refused_ahead_too() -> None:
+    shuffled: DataLoader[Batch] = DataLoader(Rows(), batch_size=2, shuffle=True)
+    pairs = balance(shuffled, connect("local"), "length").with_loss_scale()
+    for _ in islice(pairs, 2):
+        pairs.trained()
+    with pytest.raises(ValueError, match="StatefulDataLoader"):
+        pairs.state_dict()
