@@ -1,10 +1,11 @@
-"""Stop in the middle of an epoch, save, and go on in another loader: every sample exactly once (paper, section 3.1).
+"""Stop in mid-epoch, save, and go on, also on another number of ranks: every sample exactly once (section 3.1).
 
 Launch it with one of
     torchrun --nproc-per-node 2 examples/resume.py process_group
     mpiexec -n 2 python examples/resume.py mpi
 """
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from freescale.balancer import BalancedLoader, JaggedBatch, balance, read_parquet
-from freescale.transport import connect
+from freescale.balancer import BalancedLoader, JaggedBatch, balance, read_parquet, reshard
+from freescale.transport import Transport, connect
 
 NUM_ROWS = 1000
 
@@ -23,37 +24,62 @@ if backend == "process_group":
     torch.distributed.init_process_group("gloo")
 transport = connect(backend, timeout_s=60)
 
-folder = tempfile.TemporaryDirectory()  # each rank writes the same file for itself; a real job shares one
-path = Path(folder.name) / "histories.parquet"
-lengths = torch.randn(NUM_ROWS, generator=torch.Generator().manual_seed(0)).exp().mul(20).long().tolist()
-rows = {"user": range(NUM_ROWS), "uih_page": [[user] * n for user, n in enumerate(lengths)]}
-pq.write_table(pa.table(rows), path, row_group_size=100)
+
+def everyone(mine: list[int]) -> list[int]:
+    """Join what all ranks have: numbers, one rank after the other."""
+    sizes = transport.all_gather(torch.tensor([len(mine)])).wait()
+    numbers: list[int] = transport.all_gather(torch.tensor(mine, dtype=torch.int64), sizes).wait().tolist()
+    return numbers
 
 
-def make_loader() -> BalancedLoader[JaggedBatch]:
+folder = Path(bytes(everyone(list(tempfile.mkdtemp().encode()) if transport.rank == 0 else [])).decode())
+path = folder / "histories.parquet"
+if transport.rank == 0:
+    lengths = torch.randn(NUM_ROWS, generator=torch.Generator().manual_seed(0)).exp().mul(20).long().tolist()
+    rows = {"user": range(NUM_ROWS), "uih_page": [[user] * n for user, n in enumerate(lengths)]}
+    pq.write_table(pa.table(rows), path, row_group_size=100)
+everyone([])  # nobody reads before it is written
+
+
+def make_loader(ranks: Transport) -> BalancedLoader[JaggedBatch]:
     """What a job makes when it starts, first or again."""
-    source = read_parquet(path, batch_size=32, rank=transport.rank, world_size=transport.world_size)
-    return balance(source, transport, lengths="uih_page")
+    source = read_parquet(path, batch_size=32, rank=ranks.rank, world_size=ranks.world_size)
+    return balance(source, ranks, lengths="uih_page")
 
 
-seen: list[int] = []
-loader = make_loader()
-for step, batch in enumerate(loader):
-    seen += batch["user"].values.tolist()
-    if step == 4:
-        break
-checkpoint = Path(folder.name) / f"loader-{transport.rank}.pt"
-torch.save(loader.state_dict(), checkpoint)  # each rank saves its own
+def users_of(loader: BalancedLoader[JaggedBatch], most_steps: int | None = None) -> list[int]:
+    """Train, so to speak, until the end of the epoch or for so many steps. Returns whom this rank saw."""
+    users: list[int] = []
+    for step, batch in enumerate(loader, 1):
+        users += batch["user"].values.tolist()
+        if step == most_steps:
+            break
+    return users
+
+
+loader = make_loader(transport)
+before = users_of(loader, most_steps=5)
+torch.save(loader.state_dict(), folder / f"loader-{transport.rank}.pt")  # each rank saves its own
 loader.close()
 
-loader = make_loader()
-loader.load_state_dict(torch.load(checkpoint))
-for batch in loader:
-    seen += batch["user"].values.tolist()
+# The next job, on as many ranks: each loads what it saved.
+loader = make_loader(transport)
+loader.load_state_dict(torch.load(folder / f"loader-{transport.rank}.pt"))
+after = users_of(loader)
+assert sorted(everyone(before + after)) == list(range(NUM_ROWS)), "every sample exactly once"
+print(f"rank {transport.rank}: {len(before) + len(after)} of {NUM_ROWS} samples, {NUM_ROWS} over all ranks")
 
-sizes = transport.all_gather(torch.tensor([len(seen)])).wait()
-everyone = transport.all_gather(torch.tensor(seen), sizes).wait()
-assert everyone.sort().values.tolist() == list(range(NUM_ROWS)), "every sample exactly once"
-print(f"rank {transport.rank}: {len(seen)} of {NUM_ROWS} samples, {NUM_ROWS} over all ranks")
+# The next job, on one rank alone: from the states of all that there were.
+everyone_before = everyone(before)
+if transport.rank == 0:
+    alone = connect("local")
+    states = [torch.load(file) for file in sorted(folder.glob("loader-*.pt"))]
+    loader = make_loader(alone)
+    loader.load_state_dict(reshard(states, alone.world_size)[alone.rank])
+    after = users_of(loader)
+    assert sorted(everyone_before + after) == list(range(NUM_ROWS)), "on one rank too"
+    print(f"rank 0, alone: the {len(after)} samples that {len(states)} ranks had left")
+    shutil.rmtree(folder)
+everyone([])
 if backend == "process_group":
     torch.distributed.destroy_process_group()
