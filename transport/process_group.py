@@ -22,6 +22,7 @@ from .lane import HostTransport, open_lane
 from .last_words import LastWords
 from .nccl import NcclEngine
 from .presence import Presence
+from .turns import Turns
 from .wire import Purpose, SizeCheck, Wire
 
 _PATIENCE_S = 0.1  # for messages that have left when a channel is closed
@@ -72,7 +73,8 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
     words = LastWords(store, f"{prefix}/{number}/failed", rank)
     presence = Presence(store, f"{prefix}/{number}", rank, len(members))
-    place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence)
+    turns = Turns(store, rank, len(members), words.heard)
+    place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence, turns)
     wire: Wire = GlooWire(place, timeout_s)
     presence.look_around()
     if dist.is_nccl_available() and torch.cuda.is_available():
@@ -96,21 +98,29 @@ class _Place:
     world_size: int
     words: LastWords
     presence: Presence
+    turns: Turns
 
-    def make_group(self, purpose: Purpose, timeout_s: float) -> _Gloo:
+    def make_groups(self, timeout_s: float) -> dict[Purpose, _Gloo]:
         """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
         _drop_what_is_done()
-        store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
+        made: dict[Purpose, _Gloo] = {}
+        purposes: tuple[Purpose, ...] = ("data", "sizes")
         try:
-            made: _Gloo = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=timeout_s))
+            with self.turns.turn(self.prefix, timeout_s):
+                for purpose in purposes:
+                    store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
+                    wait = timedelta(seconds=timeout_s)
+                    made[purpose] = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, wait)
         except RuntimeError as error:
+            if isinstance(error, TransportError) and not isinstance(error, TransportTimeout):
+                raise
             raise self.translate(error) from error
         return made
 
     def translate(self, error: RuntimeError) -> TransportError:
         """Say who failed, or is gone, where gloo names an address at best. The first who finds out tells the others."""
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        kind = TransportTimeout if _TIMED_OUT.search(text) else TransportError
+        kind = TransportTimeout if isinstance(error, TransportTimeout) or _TIMED_OUT.search(text) else TransportError
         said = self.words.heard()
         if said is None and (gone := self.presence.gone()):
             found = f"gone: ranks {gone}"
@@ -134,10 +144,7 @@ class GlooWire:
     def __init__(self, place: _Place, timeout_s: float) -> None:
         self._place: _Place | None = place
         self._num_channels = 0
-        self._groups: dict[Purpose, _Gloo] = {
-            "data": place.make_group("data", timeout_s),
-            "sizes": place.make_group("sizes", timeout_s),
-        }
+        self._groups = place.make_groups(timeout_s)
         self._under_way: list[_GlooTicket] = []
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:

@@ -199,6 +199,32 @@ def check_channels_in_threads_do_not_disturb_each_other(transport: Transport) ->
     assert not any(thread.is_alive() for thread in threads)
 
 
+def check_threads_make_channels_at_once_in_any_order(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    parents = [transport.channel(f"parent {number}") for number in range(2)]
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(3):
+                if (rank + number + step) % 2:  # each rank begins with another one, long before it comes to this
+                    time.sleep(0.2)
+                lane = parents[number].channel(f"made {number} {step}")
+                block = torch.tensor([100 * number + 10 * step + rank])
+                if lane.all_gather(block).wait().tolist() != [100 * number + 10 * step + peer for peer in range(n)]:
+                    wrong.append((number, step))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert not wrong, wrong
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for another one's channel"
+
+
 def check_two_threads_on_one_channel_are_an_error_that_names_it(transport: Transport) -> None:
     if transport.world_size == 1:
         return
