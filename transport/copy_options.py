@@ -17,8 +17,10 @@ class CopyOptions:
         inside: How ranks of one host exchange: "peer" copies pieces of 64 KiB and more from one GPU's tensor to the
             other's, over NVLink where there is one, and smaller ones as "segment" does; "segment" copies through host
             memory that both GPUs registered; "staged" uses the backend that hosts use between each other.
-        window_bytes: Most memory that a rank gives to what is on its way to it in one channel: shared host memory
-            (/dev/shm) for "peer" and "segment", pinned host memory for "staged".
+        window_bytes: Most memory that a rank gives to what is on its way to it: shared host memory (/dev/shm) for
+            "peer" and "segment", pinned host memory for "staged". The first CUDA tensor divides it among all channels
+            that may move CUDA tensors at once (three, unless CUDA_DEVICE_MAX_CONNECTIONS is set), or among as many as
+            get slots of 1 MiB; for any more channels there is as much again.
 
     Raises:
         ValueError: An unknown way, or too small a window.

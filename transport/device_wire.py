@@ -33,6 +33,16 @@ class Engine(Protocol):
         """Give back what can be given back without the other ranks; `reason` is the failure that led to it."""
 
 
+class OpensFirst(Engine, Protocol):
+    """An engine that can do what is collective, and may wait for all streams, before anything is enqueued."""
+
+    def open(self, device: int, meet: Meet) -> None:
+        """Make, or take over, what exchanges of this device's tensors need, unless it is there; collective."""
+
+    def split(self, timeout_s: float) -> OpensFirst:
+        """See `Engine.split`."""
+
+
 class DeviceWire:
     """Host tensors, and the comparison of sizes, go over the host's wire; CUDA tensors through an engine."""
 

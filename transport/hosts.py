@@ -14,7 +14,7 @@ import torch
 
 from .copy_engine import CopyEngine
 from .copy_options import CopyOptions
-from .device_wire import DeviceWire, Engine, Enqueued, Meet, host_of
+from .device_wire import DeviceWire, Engine, Enqueued, Meet, OpensFirst, host_of
 from .exchange import Exchange
 from .lane import HostTransport
 from .staging import StagingEngine
@@ -67,7 +67,7 @@ class HostsEngine:
         between: Exchanges between all ranks; used for those of other hosts.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, inside: Engine, between: Engine) -> None:
+    def __init__(self, rank: int, hosts: Hosts, inside: OpensFirst, between: OpensFirst) -> None:
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
         here = hosts.hosts[rank]
         self._members = hosts.members(here)
@@ -76,6 +76,9 @@ class HostsEngine:
 
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
+        # Both before either has a stream that waits: what the second registers would wait for it.
+        for engine in (self._between, self._inside):
+            engine.open(exchange.source.device.index or 0, meet)
         # Where sizes are compared, two ranks may disagree about a block that a third one waits for: pairs go on alone.
         combines = exchange.operation == "all_gather" and not exchange.checked
         parts = (self._begin_all_gather if combines else self._begin_all_to_all)(exchange, sequence, meet)
@@ -199,10 +202,11 @@ def use_engines(lane: HostTransport, options: CopyOptions, hosts: Hosts | None =
         hosts: Where ranks are; None means to find out.
     """
     rank, world_size, timeout_s = lane.rank, lane.world_size, lane.timeout_s
-    engine: Engine = StagingEngine(rank, world_size, timeout_s, options.window_bytes)
+    staging = StagingEngine(rank, world_size, timeout_s, options.window_bytes)
+    engine: Engine = staging
     if options.inside != "staged":
         hosts = find_hosts(lane) if hosts is None else hosts
         members = hosts.members(hosts.hosts[rank])
         inside = CopyEngine(rank, members, timeout_s, options.inside, options.window_bytes)
-        engine = inside if len(members) == world_size else HostsEngine(rank, hosts, inside, engine)
+        engine = inside if len(members) == world_size else HostsEngine(rank, hosts, inside, staging)
     lane.use_wire(lambda wire: DeviceWire(host_of(wire), engine, rank, world_size, timeout_s))

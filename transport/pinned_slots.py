@@ -1,7 +1,12 @@
-"""A bounded ring of pinned slots between a GPU and a thread, with the flags that order them (paper, section 6.3)."""
+"""A bounded ring of pinned slots between a GPU and a thread, with the flags that order them (paper, section 6.3).
+
+To pin memory CUDA waits for all streams of the process, which may wait for peers that pin memory themselves. So the
+first channel makes slots for later ones too (see `windows_opening.py`).
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -9,16 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .cuda_streams import RECEIVE, SEND, Streams
+from .cuda_streams import RECEIVE, SEND, Streams, most_channels
 from .rounds import HEADER_BYTES
 from .slots import has_reached, low
 
 DEPTH = 4
 _LARGEST_CHUNK_BYTES = 4 << 20
+_SPARED_CHUNK_BYTES = 1 << 20  # smaller ones are not made for the sake of later channels
 _FILLED, _SENT, _ARRIVED, _EMPTIED = range(4)
 _WORDS_A_LINE = 16
 
-_idle: dict[tuple[int, int, int], list[PinnedSlots]] = {}
+_Kind = tuple[int, int, int, int]
+_idle: dict[_Kind, list[PinnedSlots]] = {}
+_taking = threading.Lock()
 
 
 class PinnedSlots:
@@ -32,7 +40,7 @@ class PinnedSlots:
         count: Rounds enqueued so far.
     """
 
-    def __init__(self, key: tuple[int, int, int], streams: Streams, chunk_bytes: int, first: int) -> None:
+    def __init__(self, key: _Kind, streams: Streams, chunk_bytes: int, first: int) -> None:
         self._key, self.streams, self.chunk_bytes, self.count = key, streams, chunk_bytes, first
         self._first = first
         self._slot_bytes = (chunk_bytes + HEADER_BYTES) * key[1]
@@ -119,19 +127,38 @@ class PinnedSlots:
         return self._flags.data_ptr() + flag * _WORDS_A_LINE * 4
 
 
+def channels_within(world_size: int, window_bytes: int) -> int:
+    """For how many channels the first one makes slots: for all that may be in use at once, if a window holds them.
+
+    Example:
+        >>> [channels_within(n, 256 << 20) for n in (2, 8, 16, 64)] if most_channels() == 3 else [3, 3, 2, 1]
+        [3, 3, 2, 1]
+    """
+    return max(1, min(most_channels(), window_bytes // (2 * DEPTH * world_size * _SPARED_CHUNK_BYTES)))
+
+
 def slots_for(
-    device: int, world_size: int, window_bytes: int, make_streams: Callable[[int], Streams], first: int
+    device: int,
+    world_size: int,
+    window_bytes: int,
+    num_channels: int,
+    make_streams: Callable[[int], Streams],
+    first: int,
 ) -> PinnedSlots:
-    """Take slots that a closed channel left, or make some, of at most `window_bytes` in all."""
-    key = (device, world_size, window_bytes)
-    free = _idle.get(key)
-    if free:
+    """Take slots that a closed channel left, or make some for so many channels, of at most `window_bytes` in all.
+
+    All ranks must give the same `num_channels`, as the size of a slot comes from it.
+    """
+    key = (device, world_size, window_bytes, num_channels)
+    with _taking:  # else a second channel would make its own, while the first one's streams may wait already
+        free = _idle.setdefault(key, [])
+        if not free:
+            chunk = min(_LARGEST_CHUNK_BYTES, window_bytes // (2 * DEPTH * world_size * num_channels) - HEADER_BYTES)
+            chunk = max(chunk, 1 << 10) // 512 * 512
+            made = [PinnedSlots(key, make_streams(device), chunk, first) for _ in range(num_channels)]
+            free.extend(made)
         free[-1].streams.use()
         return free.pop()
-    chunk = min(_LARGEST_CHUNK_BYTES, window_bytes // (2 * DEPTH * world_size) - HEADER_BYTES)
-    streams = make_streams(device)
-    streams.use()
-    return PinnedSlots(key, streams, max(chunk, 1 << 10) // 512 * 512, first)
 
 
 def empty_rows(size: int) -> Tensor:

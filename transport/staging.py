@@ -15,22 +15,23 @@ from .cuda_streams import RECEIVE, SEND, CudaStreams, Streams
 from .device_wire import Enqueued, Meet
 from .errors import TransportClosed, TransportError
 from .exchange import Exchange
-from .pinned_slots import PinnedSlots, slots_for
+from .pinned_slots import PinnedSlots, channels_within, slots_for
 from .rounds import Layout, lay_out_rounds
 from .staging_thread import Job, Mover
+from .windows_opening import least_said
 
 
 class StagingEngine:
     """Moves CUDA tensors over a channel of a host transport.
 
-    The first CUDA tensor that a channel moves makes its pinned slots and starts its thread. The slots of a closed
-    channel serve later ones.
+    The first CUDA tensor of all makes pinned slots for as many channels as may be in use at once; the first that a
+    channel moves takes some of them and starts its thread. The slots of a closed channel serve later ones.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         timeout_s: Deadline of every transfer, in seconds.
-        window_bytes: Most pinned memory of a channel.
+        window_bytes: Most pinned memory; see `CopyOptions`.
         make_streams: Makes the streams for a device index.
         first_count: Where counts of rounds begin.
     """
@@ -52,16 +53,12 @@ class StagingEngine:
 
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
-        if self._released:
-            raise TransportClosed("another thread closed the channel")
         index = exchange.source.device.index or 0
-        if self._mover is None:
-            slots = slots_for(index, self._world_size, self._window_bytes, self._make_streams, self._first_count)
-            self._mover, self._device = Mover(meet(), slots), index
-        elif index != self._device:
+        self.open(index, meet)
+        if index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
+        assert self._mover is not None, "it was made just now"
         mover = self._mover
-        mover.raise_failure()
         layouts = list(
             lay_out_rounds(exchange.sent_bytes, exchange.received_bytes, self._rank, mover.slots.chunk_bytes)
         )
@@ -72,6 +69,18 @@ class StagingEngine:
             exchange.join = _Join(mover, mover.slots.streams.joined())
         mover.let_go_if_failed()  # it may have let go before these waits were enqueued
         return Enqueued()
+
+    def open(self, device: int, meet: Meet) -> None:
+        """See `OpensFirst.open`."""
+        if self._released:
+            raise TransportClosed("another thread closed the channel")
+        if self._mover is None:
+            lane = meet()
+            num_channels = least_said(lane, channels_within(self._world_size, self._window_bytes))
+            where = (device, self._world_size, self._window_bytes, num_channels)
+            slots = slots_for(*where, self._make_streams, self._first_count)
+            self._mover, self._device = Mover(lane, slots), device
+        self._mover.raise_failure()
 
     def split(self, timeout_s: float) -> StagingEngine:
         """See `Engine.split`."""

@@ -2,8 +2,8 @@
 
 To register memory CUDA waits for all streams of the process, also for those that wait for a peer. Where channels are in
 several threads, the peer may be registering memory itself, and wait for a stream that waits for this rank: nobody would
-ever go on. So the first channel makes slots for later ones too, as many as may be in use at once and fit into a window.
-A channel that takes such slots over calls nothing that waits.
+ever go on. So the first channel makes slots for later ones too, for as many as may be in use at once, and divides the
+window among them. A channel that takes such slots over calls nothing that waits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _LARGEST_SLOT_BYTES = {
     "peer": 64 << 10,  # larger pieces are copied directly
     "segment": 4 << 20,
 }
+# Smaller ones are not made for the sake of later channels.
+_SPARED_SLOT_BYTES = {"peer": 64 << 10, "segment": 1 << 20}
 _SLOT_STEP_BYTES = 4096
 _HOST_BYTES = 80
 _TEXT_BYTES = 400
@@ -51,14 +53,25 @@ def host_key() -> str:
     return f"{boot.read_text().strip() if boot.exists() else os.uname().nodename}/{folder.st_dev if folder else '-'}"
 
 
-def slot_size(via: str, window_bytes: int, num_members: int) -> int:
-    """Bytes of a slot, so that all slots for what a rank receives fit into a window.
+def channels_within(via: str, window_bytes: int, num_members: int) -> int:
+    """For how many channels the first one makes slots: for all that may be in use at once, if a window holds them.
 
     Example:
-        >>> slot_size("segment", 256 << 20, 2) >> 10, slot_size("segment", 64 << 20, 8) >> 10
+        >>> [channels_within("segment", 256 << 20, n) for n in (2, 8, 16, 64)] if most_channels() == 3 else [3, 3, 2, 1]
+        [3, 3, 2, 1]
+    """
+    least_bytes = _DEPTH * max(1, num_members - 1) * _SPARED_SLOT_BYTES[via]
+    return max(1, min(most_channels(), window_bytes // least_bytes))
+
+
+def slot_size(via: str, window_bytes: int, num_members: int, num_channels: int = 1) -> int:
+    """Bytes of a slot, so that all slots of so many channels for what a rank receives fit into a window.
+
+    Example:
+        >>> slot_size("segment", 256 << 20, 2, 3) >> 10, slot_size("segment", 64 << 20, 8) >> 10
         (4096, 1168)
     """
-    share = window_bytes // (_DEPTH * max(1, num_members - 1))
+    share = window_bytes // (_DEPTH * max(1, num_members - 1) * num_channels)
     return max(_SLOT_STEP_BYTES, min(_LARGEST_SLOT_BYTES[via], share // _SLOT_STEP_BYTES * _SLOT_STEP_BYTES))
 
 
@@ -80,7 +93,7 @@ def open_windows(
         make_streams: Makes this rank's streams.
         device: Index of the device.
         via: "peer" (slots are for small pieces) or "segment".
-        window_bytes: Most memory of a rank.
+        window_bytes: Most memory of a rank, for all channels that the first one makes slots for.
         first_count: Where counts begin.
         patience_s: See `Meetings`.
 
@@ -95,8 +108,10 @@ def open_windows(
         if taken is None:
             # Slots that hold every piece that goes through them need no second stream to keep them filled.
             sending = RECEIVE if via == "peer" else SEND
-            making = _Making(lane, members, slot_size(via, window_bytes, len(members)), sending, first_count)
-            for _ in range(making.number_within(window_bytes)):
+            wanted = least_said(lane, channels_within(via, window_bytes, len(members)))
+            slot_bytes = slot_size(via, window_bytes, len(members), wanted)
+            making = _Making(lane, members, slot_bytes, sending, first_count)
+            for _ in range(least_said(lane, making.number_within(wanted))):
                 made = making.make(make_streams, patience_s)
                 _kinds[id(made[0])] = kind
                 _idle.setdefault(kind, {})[made[0].segment.name] = made
@@ -181,13 +196,10 @@ class _Making:
         self._data_bytes = self._book_bytes + n * (n - 1) * self._ring_bytes
         self._segment: Segment | None = None
 
-    def number_within(self, window_bytes: int) -> int:
-        """How many slots to make, the same on all ranks: one, and more for later channels while there is room."""
-        most = min(most_channels(), window_bytes // max(1, (len(self._members) - 1) * self._ring_bytes))
+    def number_within(self, wanted: int) -> int:
+        """For how many channels to make slots: one, and more for later ones while there is room in shared memory."""
         free = os.statvfs(FOLDER)
-        room = free.f_bavail * free.f_frsize // _SPARE_SHARE // self._data_bytes
-        wanted = max(1, min(most, room))
-        return min(int(said) for said in gather_bytes(self._lane, str(wanted).encode(), _COUNT_BYTES))
+        return max(1, min(wanted, free.f_bavail * free.f_frsize // _SPARE_SHARE // self._data_bytes))
 
     def make(self, make_streams: Callable[[], Streams], patience_s: float | None) -> tuple[Windows, Meetings]:
         """Make the slots of one channel."""
@@ -265,6 +277,11 @@ def gather_bytes(lane: HostTransport, mine: bytes, size: int) -> list[bytes]:
         block[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered: Tensor = lane.all_gather(block).wait()
     return [bytes(part.numpy()).rstrip(b"\0") for part in gathered.reshape(lane.world_size, size)]
+
+
+def least_said(lane: HostTransport, mine: int) -> int:
+    """The least of all ranks' counts; collective."""
+    return min(int(said) for said in gather_bytes(lane, str(mine).encode(), _COUNT_BYTES))
 
 
 @contextmanager

@@ -342,7 +342,7 @@ def transport_device(transport: HostTransport) -> torch.device:
     """Where its engine's tensors are; threads as streams then behave like CUDA in what they wait for."""
     if transport._wire.devices == ("cpu",):
         HostStreams.synchronises = True
-        transport._wire._engine._window_bytes = 256 * MIB  # type: ignore[attr-defined]  # a ThreadsWire
+        transport._wire._engine._window_bytes = 96 * MIB  # type: ignore[attr-defined]  # a ThreadsWire
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -36,8 +36,6 @@ class ThreadsWire(DeviceWire):
     """Gives every tensor to the engine, whose streams are threads.
 
     But for a channel's name, which is first; so an engine begins with the first exchange, in the thread that makes it.
-    Over gloo the name goes through the engine: threads whose engines begin at once may wait for each other for ever on
-    the one connection to its store.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -89,7 +87,10 @@ class OnDevice(HostTransport):
         made = super().channel(name, check_sizes)
         assert isinstance(made, HostTransport)
         make_ready(made, self.stream.device)
-        return OnDevice(made, self.stream.device)
+        on_device = OnDevice(made, self.stream.device)
+        self._channels.discard(made)  # stands for it, also when it is closed
+        self._channels.add(on_device)
+        return on_device
 
 
 def make_ready(lane: HostTransport, device: torch.device) -> None:

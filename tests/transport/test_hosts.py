@@ -17,12 +17,17 @@ PLACES = [(0,), (0, 0), (0, 1), (0, 0, 1), (0, 1, 0, 1, 1), (0, 0, 0, 1, 2, 2), 
 
 
 class Recorded:
-    """An engine that notes what it was given, and moves nothing."""
+    """An engine that notes what it was given, and moves nothing. Several may write one story."""
 
-    def __init__(self) -> None:
+    def __init__(self, story: list[str] | None = None) -> None:
         self.exchanges: list[Exchange] = []
+        self.story: list[str] = [] if story is None else story
+
+    def open(self, device: int, meet: Meet) -> None:
+        self.story.append("open")
 
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
+        self.story.append("begin")
         self.exchanges.append(exchange)
         return Enqueued()
 
@@ -105,3 +110,10 @@ def test_blocks_of_which_sizes_are_compared_go_to_each_rank_by_itself() -> None:
     exchange.checked = True
     _, (between,) = begin(hosts, 0, exchange)
     assert between.sent_bytes.tolist() == [0, 16, 16]
+
+
+def test_both_engines_have_what_they_need_before_either_lets_a_stream_wait() -> None:
+    story: list[str] = []
+    engine = HostsEngine(0, Hosts((0, 0, 1)), Recorded(story), Recorded(story))
+    engine.begin(plan_all_to_all(0, 3, torch.zeros(3), [1] * 3, [1] * 3, None), 0, never)
+    assert story == ["open", "open", "begin", "begin"]

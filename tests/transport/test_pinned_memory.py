@@ -56,7 +56,7 @@ def exchange(lane: Transport) -> None:
 def await_given_back() -> None:
     """Threads of closed channels give their memory back soon; both ranks are in this process."""
     deadline = time.monotonic() + 20
-    while len(pinned_slots._idle.get((0, 2, WINDOW_BYTES), [])) < 2 and time.monotonic() < deadline:
+    while len(pinned_slots._idle.get((0, 2, WINDOW_BYTES, 1), [])) < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
