@@ -65,15 +65,15 @@ def connect_copy_engine(through: Transport, options: CopyOptions, timeout_s: flo
 class CopyEngine:
     """Moves CUDA tensors between members of one host, in stream order.
 
-    The first CUDA tensor that a channel moves makes its slots, which is collective; a channel that moves none costs
-    nothing. The slots of a closed channel serve later ones.
+    The first CUDA tensor of all makes slots for as many channels as may be in use at once, which is collective; a
+    channel that moves none costs nothing. The slots of a closed channel serve later ones.
 
     Args:
         rank: This rank.
         members: Ranks of this host in order, this one among them. Nothing is exchanged with others.
         timeout_s: Deadline of every transfer, in seconds, from its beginning on the host.
         via: "peer" copies large pieces between the GPUs' memories, "segment" all through host memory.
-        window_bytes: Most shared host memory for what is on its way to a rank in one channel.
+        window_bytes: Most shared host memory for what is on its way to a rank; see `CopyOptions`.
         make_streams: Makes the streams for a device index.
         first_count: Where counts of chunks and meetings begin.
         direct_from: Bytes of a piece from which on "peer" copies it directly.
@@ -112,13 +112,9 @@ class CopyEngine:
 
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
-        self.raise_failure()
-        if self._released:
-            raise TransportClosed("another thread closed the channel")
         index = exchange.source.device.index or 0
-        if self._windows is None:
-            self._open(meet, index)
-        elif index != self._device:
+        self.open(index, meet)
+        if index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
         assert self._windows is not None, "it was opened just now"
         with self._windows.streams.on_device():
@@ -126,6 +122,24 @@ class CopyEngine:
         self._under_way.append(transfer)
         watch.add(self._look)
         return Enqueued()
+
+    def open(self, device: int, meet: Meet) -> None:
+        """See `OpensFirst.open`."""
+        self.raise_failure()
+        if self._released:
+            raise TransportClosed("another thread closed the channel")
+        if self._windows is None:
+            self._lane, self._device = meet(), device
+            self._windows, self._meetings = open_windows(
+                self._lane,
+                self._members,
+                lambda: self._make_streams(device),
+                device,
+                self._via,
+                self._window_bytes,
+                self._first_count,
+                self._patience_s,
+            )
 
     def _enqueue(self, exchange: Exchange, call: str) -> _Transfer:
         windows, meetings = self._windows, self._meetings
@@ -174,19 +188,6 @@ class CopyEngine:
         """See `Engine.raise_failure`."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure)) from self._failure
-
-    def _open(self, meet: Meet, device: int) -> None:
-        self._lane, self._device = meet(), device
-        self._windows, self._meetings = open_windows(
-            self._lane,
-            self._members,
-            lambda: self._make_streams(device),
-            device,
-            self._via,
-            self._window_bytes,
-            self._first_count,
-            self._patience_s,
-        )
 
     def _look(self) -> bool:
         """Look after deadlines and peers, from the watch's thread; calls no CUDA. True while there is something."""

@@ -41,7 +41,8 @@ class Streams(Protocol):
     def adopt(self, exchange: Exchange, sends: bool = True) -> None:
         """Order the streams behind `exchange.ready`, and keep its memory until they are through.
 
-        Without `sends` the receiving stream alone has to do with this exchange.
+        Without `sends` the receiving stream alone has to do with this exchange. Then come its copies, waits and writes,
+        and `joined`.
         """
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
@@ -129,6 +130,7 @@ class CudaStreams:
         from cuda.bindings import driver, runtime
 
         self._driver, self._runtime = driver, runtime
+        self._buffer_id = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._device = torch.device("cuda", device)
         with torch.cuda.device(self._device):
             _, highest = self._done(runtime.cudaDeviceGetStreamPriorityRange(), "cudaDeviceGetStreamPriorityRange")
@@ -137,6 +139,9 @@ class CudaStreams:
                 for _ in range(2)
             ]
         self._raw = made
+        self._adopted: list[Exchange | None] = [None, None]  # by streams that have nothing to do with it so far
+        self._in_exchange: list[torch.cuda.Stream] = []
+        self._bases: dict[int, int] = {}
         self._streams = [torch.cuda.ExternalStream(raw, self._device) for raw in made]
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -162,21 +167,34 @@ class CudaStreams:
         _in_use.discard(self)
 
     def adopt(self, exchange: Exchange, sends: bool = True) -> None:
-        """See `Streams.adopt`."""
+        """See `Streams.adopt`. Calls to CUDA cost microseconds: a stream that gets nothing to do is left out."""
         assert exchange.ready is not None, "only CUDA tensors come here"
-        for stream in self._streams if sends else self._streams[RECEIVE:]:
-            stream.wait_event(exchange.ready)
-            exchange.source.record_stream(stream)
-        exchange.target.record_stream(self._streams[RECEIVE])
+        self._adopted = [exchange if sends else None, exchange]
+        self._in_exchange = []
+
+    def _come_after_ready(self, stream: int, exchange: Exchange) -> None:
+        """The first thing that a stream does for an exchange."""
+        self._adopted[stream] = None
+        ours = self._streams[stream]
+        self._in_exchange.append(ours)
+        assert exchange.ready is not None, "only CUDA tensors come here"
+        ours.wait_event(exchange.ready)
+        exchange.source.record_stream(ours)
+        if stream == RECEIVE:
+            exchange.target.record_stream(ours)
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """See `Streams.copy`."""
+        if (exchange := self._adopted[stream]) is not None:
+            self._come_after_ready(stream, exchange)
         result = self._driver.cuMemcpyAsync(target, source, size, self._raw[stream])
         if result[0]:
             self._done(result, "cuMemcpyAsync")
 
     def wait(self, stream: int, address: int, count: int) -> None:
         """See `Streams.wait`."""
+        if (exchange := self._adopted[stream]) is not None:
+            self._come_after_ready(stream, exchange)
         self.wait_on(self._raw[stream], address, count)
 
     def wait_on(self, stream: int, address: int, count: int) -> None:
@@ -187,21 +205,26 @@ class CudaStreams:
 
     def write(self, stream: int, address: int, count: int) -> None:
         """See `Streams.write`."""
+        if (exchange := self._adopted[stream]) is not None:
+            self._come_after_ready(stream, exchange)
         result = self._driver.cuStreamWriteValue32(self._raw[stream], address, count & 0xFFFFFFFF, 0)
         if result[0]:
             self._done(result, "cuStreamWriteValue32")
 
     def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         """See `Streams.joined`."""
-        return _Joined(self, flags, self._streams if sends else self._streams[RECEIVE:])
+        del sends  # streams that did nothing are known
+        self._adopted = [None, None]
+        return _Joined(self, flags, self._in_exchange)
 
     def identify(self, address: int) -> tuple[object, int]:
         """See `Streams.identify`."""
-        driver = self._driver
-        base, _ = self._done(driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
-        buffer = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        number = self._done(driver.cuPointerGetAttribute(buffer, base), "cuPointerGetAttribute")
-        return int(number), int(base)
+        number = int(self._done(self._driver.cuPointerGetAttribute(self._buffer_id, address), "cuPointerGetAttribute"))
+        base = self._bases.get(number)
+        if base is None:
+            found, _ = self._done(self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
+            base = self._bases[number] = int(found)
+        return number, base
 
     def export(self, base: int) -> bytes:
         """See `Streams.export`."""

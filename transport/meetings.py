@@ -229,7 +229,7 @@ class Meetings:
         sent = int(exchange.sent_bytes[peer])
         if sent:
             to = self._open(self._members.index(peer), theirs[_TARGET]) + theirs[_TARGET_AT]
-            streams.wait(SEND, self._flags + self._at(_READY, peer, self._rank), meeting.number + 1)
+            self._await_ready(SEND, meeting)
             streams.copy(SEND, to, exchange.source.data_ptr() + int(exchange.sent_at[peer]), sent)
         self._write(SEND, _PUSHED, meeting)
 
@@ -240,9 +240,15 @@ class Meetings:
         received = int(exchange.received_bytes[peer])
         if received:
             origin = self._open(self._members.index(peer), theirs[_SOURCE]) + theirs[_SOURCE_AT]
-            streams.wait(RECEIVE, self._flags + self._at(_READY, peer, self._rank), meeting.number + 1)
+            self._await_ready(RECEIVE, meeting)
             streams.copy(RECEIVE, exchange.target.data_ptr() + int(exchange.received_at[peer]), origin, received)
         self._write(RECEIVE, _PULLED, meeting)
+
+    def _await_ready(self, stream: int, meeting: Meeting) -> None:
+        """Let a stream wait until the other's tensors are ready, unless they are already."""
+        if not self._shows(_READY, meeting.peer, self._rank, meeting.number + 1):
+            at = self._flags + self._at(_READY, meeting.peer, self._rank)
+            self._streams.wait(stream, at, meeting.number + 1)
 
     def _export(self, memory: Tensor) -> tuple[int, int]:
         """Note in the book how others open the memory of a tensor. Returns its serial number and the offset."""
