@@ -20,6 +20,7 @@ STARTED_BY_OTHERS = {
     "embedding_fork",
     "loader_overhead_rank",
     "ne_parity_rank",
+    "transport_host_rank",
     "transport_rank",
     "soak_rank",
 }
@@ -34,6 +35,7 @@ WITHOUT_PLOT = {
     "soak",  # what it shows is that nothing changes
     "straggler_trace",  # for a trace there is Perfetto
     "trace_report",
+    "transport_host",  # two tables
 }
 READ_ONLY = {"report", "straggler_trace", "trace_report"}
 
@@ -58,6 +60,7 @@ MISTAKES = [
     ("straggler_trace", ["{missing}.json"], "missing.json"),
     ("trace_report", ["{missing}.json"], "missing.json"),
     ("transport", ["--sizes", "many"], "invalid int value: 'many'"),
+    ("transport_host", ["--ranks", "1"], "--ranks must be at least 2, got 1"),
     ("virtual_ranks", ["--device", "cpu", "--length-scale", "0"], "--length-scale must be over 0"),
 ]
 
