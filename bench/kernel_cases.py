@@ -26,7 +26,7 @@ ROWS: dict[str, tuple[torch.dtype, int]] = {
     "fp32x128": (torch.float32, 128),
 }
 OPERATIONS = ("permute", "dispatch", "combine", "transpose")
-LENGTHS = ("uniform", "lognormal", "giant")
+LENGTHS = ("uniform", "short", "lognormal", "giant")
 KEYS = 16
 
 
@@ -37,7 +37,7 @@ class Case:
     Attributes:
         operation: One of OPERATIONS, or "bucketize".
         rows: A name in ROWS.
-        lengths: One of LENGTHS, or "long 8000": few long sequences, cut there.
+        lengths: One of LENGTHS, or "long 8000": few long sequences, cut there. Short ones are uniform, too.
         world_size: Ranks that take part.
         mean_length: Of one sample, where lengths are not "long".
     """
@@ -135,10 +135,10 @@ def result_bytes(inputs: Inputs) -> int:
     return inputs.total * math.prod(inputs.values.shape[1:]) * inputs.values.element_size()
 
 
-def ways(case: Case) -> dict[str, Way]:
+def ways(case: Case, *, fbgemm: bool = True) -> dict[str, Way]:
     """Every way to do the operation, by name; those of loops begin with "loop", FBGEMM's with its name."""
     found = {**_PLAIN[case.operation], "ours": _OURS[case.operation]}
-    if importlib.util.find_spec("fbgemm_gpu") is not None:
+    if fbgemm and importlib.util.find_spec("fbgemm_gpu") is not None:
         import fbgemm_gpu  # noqa: F401 - registers torch.ops.fbgemm
 
         narrow = ROWS[case.rows][1] == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .environment import environment
+from .kernel_cases import Case
 from .tables import Table, print_table, write_result
 
 
@@ -30,6 +31,11 @@ class Outcome:
     remark: str = ""
 
     @property
+    def case(self) -> tuple[str, str, str, int]:
+        """Operation, rows, lengths and world size."""
+        return self.operation, self.rows, self.lengths, self.world_size
+
+    @property
     def ms(self) -> float | None:
         """The device's time where it is known, otherwise the call's."""
         return self.call_ms if self.device_ms is None else self.device_ms
@@ -43,10 +49,14 @@ class Report:
         console: Where tables are printed.
         json_path: File for all figures, if any.
         folder: Folder for a dated Markdown file, if any.
+        fbgemm: Whether FBGEMM's operators take part, where they are installed.
     """
 
-    def __init__(self, device: str, console: Console, json_path: Path | None, folder: Path | None) -> None:
+    def __init__(
+        self, device: str, console: Console, json_path: Path | None, folder: Path | None, *, fbgemm: bool = True
+    ) -> None:
         self.outcomes: list[Outcome] = []
+        self._fbgemm, self._failed = fbgemm, list[str]()
         self._device, self._console, self._json, self._folder = device, console, json_path, folder
         self._tables: dict[str, Table] = {}
         self._environment = environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))
@@ -61,10 +71,19 @@ class Report:
         _add(self._tables[title], outcomes)
         self._write(["Not all cases were measured yet."])
 
+    def fail(self, case: Case, words: str) -> None:
+        """Take a case that could not be measured."""
+        self._failed.append(f"Failed: {case.operation}, {case.rows} rows, {case.lengths}, {case.world_size}: {words}")
+        self._console.print(self._failed[-1], soft_wrap=True, highlight=False, markup=False)
+
     def close(self, *, interrupted: bool) -> None:
         """Print and write what is left."""
         self._print_last()
-        notes = _notes(self.outcomes) + ["Interrupted: not all cases were measured."] * interrupted
+        notes = (
+            self._failed
+            + _notes(self.outcomes, fbgemm=self._fbgemm)
+            + ["Interrupted: not all cases were measured."] * interrupted
+        )
         for note in notes:
             self._console.print(note, soft_wrap=True, highlight=False)
         self._write(notes)
@@ -78,14 +97,26 @@ class Report:
             found = {"environment": self._environment, "outcomes": [asdict(outcome) for outcome in self.outcomes]}
             self._json.write_text(json.dumps(found, indent=1) + "\n")
         if self._folder is not None:
-            name = f"kernels-{self._device}"
+            name = f"kernels-{self._device}" + "-no-fbgemm" * (not self._fbgemm)
             long = _long_table(self.outcomes)
             parts: list[Table | str] = [*self._tables.values(), *([long] if long.rows else []), *notes]
             write_result(self._folder, name, "Jagged kernels", self._environment, parts)
 
 
+def read_outcomes(path: Path) -> list[Outcome]:
+    """What a report wrote as JSON.
+
+    Raises:
+        ValueError: The file is not such a report.
+    """
+    try:
+        return [Outcome(**outcome) for outcome in json.loads(path.read_text())["outcomes"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} must be a file that --json wrote, got {type(error).__name__}: {error}") from None
+
+
 _NAMES = ("loop, cat", "loop, copies", "vectorised", "FBGEMM", "ours", "copy")
-_RATIOS = {"loop, cat": 0, "loop, copies": 0, "FBGEMM": 1, "copy": 2}  # decimals
+_RATIOS = {"loop, cat": 0, "loop, copies": 0, "vectorised": 1, "FBGEMM": 2, "copy": 2}  # decimals
 
 
 def _table(title: str, device: str) -> Table:
@@ -114,13 +145,12 @@ def _add(table: Table, outcomes: Sequence[Outcome]) -> None:
 def _long_table(outcomes: Sequence[Outcome]) -> Table:
     """Few long sequences, operator by operator: which one a trainer meets decides what it gains."""
     table = Table("Few long sequences, every way", ["operation, rows, cut", "way", "ms", "call ms", "/ ours"])
-    ours = {(o.operation, o.rows, o.lengths, o.world_size): o.ms for o in outcomes if o.way == "ours" and o.correct}
+    ours = {o.case: o.ms for o in outcomes if o.way == "ours" and o.correct}
     for o in outcomes:
-        place = (o.operation, o.rows, o.lengths, o.world_size)
-        if o.lengths.startswith("long") and o.ms and ours.get(place):
+        if o.lengths.startswith("long") and o.ms and ours.get(o.case):
             ranks = f", {o.world_size} ranks" if o.world_size > 1 else ""
             name = f"{o.operation}, {o.rows}, {o.lengths.removeprefix('long ')}{ranks}"
-            table.add(name, o.way, _ms(o.ms), _ms(o.call_ms), f"{o.ms / (ours[place] or o.ms):.1f}")
+            table.add(name, o.way, _ms(o.ms), _ms(o.call_ms), f"{o.ms / (ours[o.case] or o.ms):.1f}")
     return table
 
 
@@ -128,17 +158,16 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.2f}"
 
 
-def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+def _notes(outcomes: Sequence[Outcome], *, fbgemm: bool) -> list[str]:
     notes = []
-    if importlib.util.find_spec("fbgemm_gpu") is None:
+    if not fbgemm:
+        notes.append("FBGEMM was left out, and not loaded.")
+    elif importlib.util.find_spec("fbgemm_gpu") is None:
         notes.append("FBGEMM is not installed: its columns are left out.")
     failed = sorted({f"{o.way}, {o.rows} rows: {o.remark}" for o in outcomes if not o.correct})
     best: dict[str, int] = {}
-    for place in {(o.operation, o.rows, o.lengths, o.world_size) for o in outcomes}:
-        rivals = [
-            o for o in outcomes
-            if (o.operation, o.rows, o.lengths, o.world_size) == place and o.correct and o.way.startswith("FBGEMM")
-        ]  # fmt: skip
+    for case in {o.case for o in outcomes}:
+        rivals = [o for o in outcomes if o.case == case and o.correct and o.way.startswith("FBGEMM")]
         if rivals:
             way = min(rivals, key=lambda o: o.ms or 0.0).way
             best[way] = best.get(way, 0) + 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from torch import Tensor
 from .arguments import output_file, output_folder, status_of
 from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
 from .kernel_cases import ways as ways_of
-from .kernel_report import Outcome, Report
+from .kernel_report import Outcome, Report, read_outcomes
 from .kernel_timing import call_ms, device_ms
 from .stopping import Stopping
 
@@ -25,6 +26,7 @@ _EPILOG = """examples:
   python -m freescale.bench.kernels --plot figure7.png        on a GPU: everything, five minutes
   python -m freescale.bench.kernels --quick                   half a minute, also without a GPU
   python -m freescale.bench.kernels --operation dispatch --rows int64 --world-size 32 512
+  python -m freescale.bench.kernels --json k.json --resume k.json    the cases that an earlier run did not come to
 
 Every output is compared with the plain PyTorch definition before it is timed. Inputs rotate over more memory than the
 GPU's caches hold. "device" times are of CUDA graph replays; "call" times, the only ones of the loop,
@@ -32,14 +34,16 @@ include the host; all are medians. Ctrl-C and SIGTERM end the measurements and k
 written after every case. On a CPU all are call times on one thread."""
 
 _WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-_OTHER_WORLD_SIZES = (512, 1024)  # where lengths are not uniform
+_OTHER_WORLD_SIZES = {"cuda": (512, 1024), "cpu": (128,)}  # where lengths are lognormal or one is a giant
 _MEAN_LENGTH = {"int32": 1000, "int64": 1000, "fp16x128": 64, "fp32x128": 64}
+_SHORT_LENGTH = 10
+_CUTS = (8000, 21000)
 _LONG_WORLD_SIZES = (8, 64)
 _ROTATED_BYTES = 250e6
 _CPU_ROTATED_BYTES = 64e6
 
 
-def measure(case: Case, device: str, *, loop: bool = True) -> list[Outcome]:
+def measure(case: Case, device: str, *, loop: bool = True, fbgemm: bool = True) -> list[Outcome]:
     """Check and time every way to do a case, and a plain copy of the same bytes."""
     first = make_inputs(case, device, seed=0)
     size = result_bytes(first)
@@ -47,7 +51,7 @@ def measure(case: Case, device: str, *, loop: bool = True) -> list[Outcome]:
     sets = [first, *(make_inputs(case, device, seed) for seed in range(1, max(2, min(12, int(limit // size) + 1))))]
     right = expected(case, first)
     outcomes = [_copy(case, sets, device)]
-    for name, way in ways_of(case).items():
+    for name, way in ways_of(case, fbgemm=fbgemm).items():
         if loop or not name.startswith("loop"):
             outcomes.append(_outcome(case, name, way, sets, right, device))
     return outcomes
@@ -88,17 +92,19 @@ def _timed(
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The cases of each table, few long sequences first."""
     for operation in options.operation:
-        for rows in options.rows if operation != "bucketize" else ():
-            for lengths in options.lengths:
+        for rows in options.rows if operation != "bucketize" else ("int64",):
+            for cut in _CUTS if "long" in options.lengths else ():
+                for world_size in _LONG_WORLD_SIZES if operation == "bucketize" else (1,):
+                    yield Case(operation, rows, f"long {cut}", world_size, 0)
+            for lengths in LENGTHS if operation != "bucketize" else ():
+                if lengths not in options.lengths:
+                    continue
+                mean = _SHORT_LENGTH if lengths == "short" else _MEAN_LENGTH[rows]
                 for world_size in options.world_size:
-                    if lengths == "uniform" or world_size in _OTHER_WORLD_SIZES or options.all:
-                        yield Case(operation, rows, lengths, world_size, _MEAN_LENGTH[rows])
-            for cut in (8000, 21000) if operation == "permute" else ():
-                yield Case(operation, rows, f"long {cut}", 1, 0)
-        for cut in (8000, 21000) if operation == "bucketize" else ():
-            for world_size in _LONG_WORLD_SIZES:
-                yield Case(operation, "int64", f"long {cut}", world_size, 0)
+                    if options.all or lengths in LENGTHS[:2] or world_size in _OTHER_WORLD_SIZES[options.device]:
+                        yield Case(operation, rows, lengths, world_size, mean)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,12 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     every = ("bucketize", *OPERATIONS)
     add("--operation", nargs="+", choices=every, default=every, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
-    add("--lengths", nargs="+", choices=LENGTHS, default=LENGTHS, help="default: all")
+    add("--lengths", nargs="+", choices=("long", *LENGTHS), help="default: all; on a GPU all but short, of 10 rows")
     add("--world-size", type=int, nargs="+", metavar="N", help="ranks of 16 samples (default 8 to 1024; CPU 8 to 128)")
     add("--all", action="store_true", help="every world size for every kind of lengths, not for uniform ones alone")
     add("--quick", action="store_true", help="few world sizes, int64 and fp32x128 rows, uniform and giant lengths")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--no-loop", action="store_true", help="leave out the loops, which take most of the time")
+    add("--no-fbgemm", action="store_true", help="as if FBGEMM were not installed")
+    add("--resume", type=Path, metavar="FILE", help="take what a --json FILE holds as measured, if it is there")
     limit = parser.add_mutually_exclusive_group().add_argument
     limit("--limit-s", type=float, default=math.inf, metavar="S", help="start no case later (default: no limit)")
     limit("--minutes", type=_minutes, dest="limit_s", metavar="M", help="the same in minutes")
@@ -125,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=output_file, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
+
+
+def _default_lengths(device: str) -> list[str]:
+    return ["long", *(kind for kind in LENGTHS if kind != "short" or device == "cpu")]
 
 
 def _minutes(text: str) -> float:
@@ -135,8 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.lengths = options.lengths or _default_lengths(options.device)
     if options.quick:
-        options.rows, options.lengths = ["int64", "fp32x128"], ["uniform", "giant"]
+        options.rows, options.lengths = ["int64", "fp32x128"], ["long", "uniform", "giant"]
     if options.world_size is None:
         sizes = _WORLD_SIZES if options.device == "cuda" else (8, 32, 128)
         options.world_size = (8, 32, 512)[: 3 if options.device == "cuda" else 2] if options.quick else sizes
@@ -148,21 +161,35 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         from .kernel_plot import draw  # before the work, so that a missing library shows at once
     if options.device == "cpu":
         torch.set_num_threads(1)
-    report = Report(options.device, console, options.json, options.results)
+    earlier = [] if options.resume is None or not options.resume.exists() else read_outcomes(options.resume)
+    known = {outcome.case for outcome in earlier}
+    report = Report(options.device, console, options.json, options.results, fbgemm=not options.no_fbgemm)
     until = time.monotonic() + options.limit_s
     with Stopping() as stopping:
         try:
             for case in _cases(options):
-                if time.monotonic() > until or stopping.requested:
+                place = (case.operation, case.rows, case.lengths, case.world_size)
+                if place in known:
+                    report.add([outcome for outcome in earlier if outcome.case == place])
+                elif time.monotonic() > until or stopping.requested:
                     stopping.requested = True
                     break
-                loop = not options.no_loop and case.lengths not in LENGTHS[1:]
-                report.add(measure(case, options.device, loop=loop))
+                else:
+                    _measure(case, options, report)
         except KeyboardInterrupt:  # the second one: in the midst of a case
             stopping.requested = True
         report.close(interrupted=stopping.requested)
         if options.plot is not None and report.outcomes:
             draw(report.outcomes, options.plot)
+
+
+def _measure(case: Case, options: argparse.Namespace, report: Report) -> None:
+    """Measure a case; one that fails, out of memory say, is told, and the next one is measured."""
+    loop = not options.no_loop and case.lengths not in ("lognormal", "giant")
+    try:
+        report.add(measure(case, options.device, loop=loop, fbgemm=not options.no_fbgemm))
+    except RuntimeError as error:
+        report.fail(case, str(error).splitlines()[0])
 
 
 if __name__ == "__main__":

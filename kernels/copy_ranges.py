@@ -21,7 +21,8 @@ Then there are two ways to copy:
   source. Rows of 1, 2 or 4 bytes would otherwise be limited by instructions, not by memory. Of many bytes, a program
   copies several pieces after one search.
 
-Row numbers and addresses are int64 throughout.
+Row numbers and addresses are int64 throughout. Rows of 4 or 8 bytes in more ranges than a program scans have a kernel
+of their own (copy_narrow.py).
 """
 
 # Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
@@ -39,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from .copy_narrow import copy_narrow
 from .copy_run import copy_run
 from .find_ranges import range_at, scan_all, search_pair, search_rows
 from .launch import Words, launch
@@ -240,6 +242,9 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     if not scanned and ranges.offsets is None:
         ranges.scan()
         follows = ranges.followed
+    if not scanned and words == tuple(sizes) and min(words) >= 4:
+        copy_narrow(packed, placed, words, ranges, total, gather=gather, follows=follows)
+        return
     types, rows, starts = [_WORDS[word] for word in words], ranges.rows, ranges.starts
     aligned = tuple([address % 16 == 0 for pair in addresses for address in pair])
     launch(

@@ -31,6 +31,22 @@ def search_pair(offsets, n, first, last, WAYS: tl.constexpr):
 
 
 @triton.jit
+def search_first(offsets, n, first, WAYS: tl.constexpr):
+    """Return the range that holds packed row `first`: how many of offsets[1..n] are not above it."""
+    low = first * 0
+    probes = tl.arange(1, WAYS + 1).to(tl.int64)
+    span = n
+    while span > 0:
+        step = (span + WAYS - 1) // WAYS
+        at = low + probes * step
+        inside = at <= n
+        bound = tl.load(offsets + at, mask=inside, other=0)
+        low += step * tl.sum((inside & (bound <= first)).to(tl.int32))
+        span = step - 1
+    return low
+
+
+@triton.jit
 def search_rows(offsets, position, low, high):
     """Return for each packed row the range that holds it, between the ranges `low` and `high`."""
     lows = low + tl.zeros_like(position)

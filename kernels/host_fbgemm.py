@@ -2,15 +2,21 @@
 
 TorchRec loads it. It is never imported from here: builds of it for CUDA do not load on machines without its libraries.
 The result has the same bits either way.
+
+Ranges anywhere are a permute, too: of the pieces that lie between the ranges' beginnings and ends, every other one is
+taken. The pieces that are left out may be shorter than nothing, since FBGEMM only adds them up.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _LARGEST_BYTES = 16 * 2**20  # beyond, Arrow's allocator keeps memory that malloc would fetch anew, page by page
@@ -25,10 +31,53 @@ def is_loaded() -> bool:
 
 def serves(values: Tensor, count: int) -> bool:
     """Whether FBGEMM permutes these rows, giving `count` of them, faster than `gather_rows`."""
+    if not is_loaded():
+        return False
     if values.dtype in _OWN and values.dim() == 1:
-        return is_loaded() and 0 < values.element_size() * count <= _LARGEST_BYTES
+        return 0 < values.element_size() * count <= _LARGEST_BYTES
     size = row_bytes(values)
-    return is_loaded() and 0 < size * count <= _LARGEST_BYTES and _word(values, size) in _WORDS
+    return 0 < size * count <= _LARGEST_BYTES and _word(values, size) in _WORDS
+
+
+def stretches(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
+    """Lengths of the pieces that `gather_rows` takes and leaves out in turn.
+
+    Args:
+        starts: First row of each range. Shape [n].
+        lengths: Rows of each range. Shape [n].
+
+    Returns:
+        From row 0 to the first range, the first range, from its end to the second, … Shape [2n], int64.
+
+    Example:
+        >>> stretches(np.array([7, 0]), np.array([2, 3])).tolist()
+        [7, 2, -9, 3]
+    """
+    woven = np.empty(2 * len(starts), dtype=np.int64)
+    woven[1::2] = lengths
+    woven[::2] = starts
+    ends = starts + lengths
+    woven[2::2] -= ends[:-1]
+    return torch.from_numpy(woven)
+
+
+def gather_rows(values: Tensor, pieces: Tensor, count: int) -> Tensor:
+    """Ranges of rows, one after the other.
+
+    Args:
+        values: Contiguous. Shape [L, ...], any dtype that `serves` accepts.
+        pieces: What `stretches` says of the ranges. Shape [2n], int64.
+        count: Rows of all ranges.
+
+    Returns:
+        Shape [count, ...].
+    """
+    return permute_rows(values, pieces, _every_other(pieces.shape[0] // 2), count)
+
+
+@functools.lru_cache(maxsize=8)
+def _every_other(n: int) -> Tensor:
+    return torch.arange(1, 2 * n, 2, dtype=torch.int32)
 
 
 def permute_rows(values: Tensor, lengths: Tensor, rows: Tensor, count: int) -> Tensor:

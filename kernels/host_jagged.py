@@ -6,6 +6,7 @@ what failed.
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
 import numpy as np
@@ -17,20 +18,27 @@ from . import host_fbgemm, reference
 from .host_copy import gather_ranges, gather_rows
 
 _Integers = NDArray[np.int64]
-_sum, _least, _most = np.add.reduce, np.minimum.reduce, np.maximum.reduce  # without the methods' Python wrappers
+_sum, _least = np.add.reduce, np.minimum.reduce  # without the methods' Python wrappers
+_FEW = 4  # ranges, of which torch copies each by itself before Arrow is ready
+_MANY = 1 << 12  # ranges of less than a row each, which torch copies row by row before Arrow has found each
 
 
 def permute_jagged(
     values: list[Tensor], lengths: Tensor, rows: Tensor, total: int | None
 ) -> tuple[list[Tensor], Tensor]:
     """CPU path of `freescale.kernels.permute_jagged`."""
-    all_lengths, chosen = _integers(lengths), _integers(rows)
+    try:
+        permuted = lengths.index_select(0, rows)
+    except IndexError:
+        raise ValueError(f"rows must be from 0 to {len(lengths) - 1}, got {rows.min()} to {rows.max()}") from None
+    all_lengths, sizes = _integers(lengths), _integers(permuted)
     _check_jagged(values, all_lengths)
-    # Negative numbers are huge ones without a sign.
-    if len(chosen) and int(_most(chosen.view(np.uint64))) >= len(all_lengths):
-        raise ValueError(f"rows must be from 0 to {len(all_lengths) - 1}, got {chosen.min()} to {chosen.max()}")
-    moved = _permute(values, lengths, rows, all_lengths, chosen, total)
-    return moved, lengths.index_select(0, rows)
+    count = _checked_total(sizes, total)
+    values = [tensor.contiguous() for tensor in values]
+    if _fbgemm_serves(values, count):
+        return _permuted_by_fbgemm(values, lengths, rows.int(), count), permuted
+    starts = (np.add.accumulate(all_lengths) - all_lengths).take(rows.numpy())
+    return _gather(values, starts, sizes, count), permuted
 
 
 def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total: int | None) -> list[Tensor]:
@@ -38,7 +46,11 @@ def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total
     first, sizes = _integers(starts), _integers(lengths)
     _check_ranges(first, sizes, values[0].shape[0], "rows of values")
     count = _checked_total(sizes, total)
-    return [gather_rows(tensor.contiguous(), first, sizes, count) for tensor in values]
+    values = [tensor.contiguous() for tensor in values]
+    if _fbgemm_serves(values, count):
+        pieces = host_fbgemm.stretches(first, sizes)
+        return [host_fbgemm.gather_rows(tensor, pieces, count) for tensor in values]
+    return _gather(values, first, sizes, count)
 
 
 def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
@@ -52,7 +64,7 @@ def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: 
     if clash is not None:
         earlier, later = (f"[{begins[i]}, {begins[i] + sorted_sizes[i]})" for i in (clash, clash + 1))
         raise ValueError(f"ranges must not overlap, got {earlier} and {later}")
-    return _scatter(values, sizes, order, begins, sorted_sizes, size)
+    return _scatter(values, lengths, order, begins, sorted_sizes, size)
 
 
 def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
@@ -61,37 +73,50 @@ def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int)
     order = _ascending(first, sizes)
     begins, sorted_sizes = first.take(order), sizes.take(order)
     if _first_overlap(begins, sorted_sizes) is None:
-        return _scatter(values, sizes, order, begins, sorted_sizes, size)
+        return _scatter(values, lengths, order, begins, sorted_sizes, size)
     return [reference.sum_ranges(tensor, starts, lengths, size) for tensor in values]
 
 
 def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor], Tensor]:
     """CPU path of `freescale.kernels.transpose_keyed`."""
-    flat = lengths.reshape(-1)
-    sizes = _integers(flat)
+    flat, transposed = lengths.reshape(-1), lengths.t().contiguous()
+    sizes, count = _integers(flat), values[0].shape[0]
     _check_jagged(values, sizes)
-    order = np.arange(len(sizes)).reshape(lengths.shape).T.reshape(-1)
-    moved = _permute(values, flat, torch.from_numpy(order), sizes, order, None)
-    return moved, lengths.t().contiguous()
-
-
-def _permute(
-    values: list[Tensor], lengths: Tensor, rows: Tensor, all_lengths: _Integers, chosen: _Integers, total: int | None
-) -> list[Tensor]:
-    """Permute checked rows, given as tensors and as arrays."""
-    sizes = all_lengths.take(chosen)
-    count = _checked_total(sizes, total)
     values = [tensor.contiguous() for tensor in values]
-    if all(host_fbgemm.serves(tensor, count) for tensor in values):
-        lengths, rows = lengths.contiguous(), rows.to(torch.int32).contiguous()
-        return [host_fbgemm.permute_rows(tensor, lengths, rows, count) for tensor in values]
-    starts = (np.add.accumulate(all_lengths) - all_lengths).take(chosen)
+    if _fbgemm_serves(values, count):
+        return _permuted_by_fbgemm(values, flat, _transposed_order(*lengths.shape), count), transposed
+    starts = (np.add.accumulate(sizes) - sizes).reshape(lengths.shape).T.reshape(-1)
+    return _gather(values, starts, _integers(transposed.view(-1)), count), transposed
+
+
+@functools.lru_cache(maxsize=8)
+def _transposed_order(num_keys: int, num_samples: int) -> Tensor:
+    return torch.arange(num_keys * num_samples, dtype=torch.int32).view(num_keys, num_samples).t().reshape(-1)
+
+
+def _gather(values: list[Tensor], starts: _Integers, sizes: _Integers, count: int) -> list[Tensor]:
+    """Copy checked ranges without FBGEMM, in the way that is fastest for so many of such lengths."""
+    if 0 < len(starts) <= _FEW:
+        ranges = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+        return [torch.cat([tensor[start : start + size] for start, size in ranges]) for tensor in values]
+    if len(starts) >= _MANY and count <= len(starts):
+        index = reference.row_indices(torch.from_numpy(starts), torch.from_numpy(sizes))
+        return [tensor.index_select(0, index) for tensor in values]
     return [gather_rows(tensor, starts, sizes, count) for tensor in values]
+
+
+def _fbgemm_serves(values: list[Tensor], count: int) -> bool:
+    return host_fbgemm.is_loaded() and all(host_fbgemm.serves(tensor, count) for tensor in values)
+
+
+def _permuted_by_fbgemm(values: list[Tensor], lengths: Tensor, rows: Tensor, count: int) -> list[Tensor]:
+    lengths, rows = lengths.contiguous(), rows.contiguous()
+    return [host_fbgemm.permute_rows(tensor, lengths, rows, count) for tensor in values]
 
 
 def _integers(tensor: Tensor) -> _Integers:
     numbers: _Integers = tensor.numpy()
-    return numbers if numbers.dtype == np.int64 else numbers.astype(np.int64)
+    return numbers if tensor.dtype is torch.int64 else numbers.astype(np.int64)
 
 
 def _check_jagged(values: list[Tensor], lengths: _Integers) -> None:
@@ -103,10 +128,13 @@ def _check_jagged(values: list[Tensor], lengths: _Integers) -> None:
 
 
 def _check_ranges(starts: _Integers, lengths: _Integers, limit: int, limit_name: str) -> None:
-    if not len(starts):
+    ends = starts + lengths  # negative beyond 2^63
+    signs = limit - ends
+    signs |= ends
+    signs |= starts
+    signs |= lengths
+    if not len(signs) or _least(signs) >= 0:
         return
-    if _least(starts | lengths) >= 0 and int(_most((starts + lengths).view(np.uint64))) <= limit:
-        return  # what is above 2^63 has no sign
     if lengths.min() < 0:
         _refuse_negative(lengths)
     i = int(((starts < 0) | (starts > limit - lengths)).argmax())
@@ -143,18 +171,23 @@ def _checked_total(lengths: _Integers, total: int | None) -> int:
 
 
 def _scatter(
-    values: list[Tensor], sizes: _Integers, order: _Integers, starts: _Integers, lengths: _Integers, size: int
+    values: list[Tensor], lengths: Tensor, order: _Integers, starts: _Integers, sizes: _Integers, size: int
 ) -> list[Tensor]:
     """Gather the pieces in the order of their places, with zeros for the gaps between them.
 
-    `starts` and `lengths` are the pieces' in that order, `sizes` all lengths as they lie.
+    `starts` and `sizes` are the pieces' in that order, `lengths` all lengths as they lie.
     """
-    offsets = (np.add.accumulate(sizes) - sizes).take(order)
-    if values[0].shape[0] == size:  # nothing is left uncovered
-        return [gather_rows(tensor.contiguous(), offsets, lengths, size) for tensor in values]
-    ends = np.concatenate([[0], starts + lengths])
+    values = [tensor.contiguous() for tensor in values]
+    covered = values[0].shape[0] == size  # nothing is left over
+    if covered and _fbgemm_serves(values, size):
+        return _permuted_by_fbgemm(values, lengths, torch.from_numpy(order).int(), size)
+    as_they_lie = _integers(lengths)
+    offsets = (np.add.accumulate(as_they_lie) - as_they_lie).take(order)
+    if covered:
+        return _gather(values, offsets, sizes, size)
+    ends = np.concatenate([[0], starts + sizes])
     gaps = np.concatenate([starts, [size]]) - ends
-    return [_scatter_rows(tensor.contiguous(), offsets, lengths, gaps, size) for tensor in values]
+    return [_scatter_rows(tensor, offsets, sizes, gaps, size) for tensor in values]
 
 
 def _scatter_rows(values: Tensor, offsets: _Integers, lengths: _Integers, gaps: _Integers, size: int) -> Tensor:

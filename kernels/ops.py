@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ _SCHEMAS = {
     "transpose_keyed": "(Tensor[] values, Tensor lengths) -> (Tensor[], Tensor)",
 }
 _library = torch.library.Library("freescale", "DEF")
-_ORDINARY = (Tensor, torch.nn.Parameter)
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter, int, np.int32, np.int64, type(None)))  # nobody looks at these
 
 
 def _on_gpu(name: str) -> Callable[..., Any]:
@@ -142,8 +143,8 @@ def _is_watched() -> bool:
     )
 
 
-def _are_ordinary(arguments: tuple[Any, ...]) -> bool:
-    return all(type(each) in _ORDINARY for each in arguments if isinstance(each, Tensor))
+def _has_only_ordinary(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
+    return _ORDINARY.issuperset(map(type, values)) and _ORDINARY.issuperset(map(type, arguments))
 
 
 def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
@@ -160,14 +161,14 @@ def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None]
     on_host, on_gpu = getattr(host_jagged, name), _on_gpu(name)
 
     def either(values: list[Tensor], *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values):
+        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in values]:
             return differentiable(values, *args)
-        if torch.compiler.is_compiling() or _is_watched() or not _are_ordinary((*values, *args)):
+        if torch.compiler.is_compiling() or _is_watched() or not _has_only_ordinary(values, args):
             return plain(values, *args)
-        device = values[0].device.type
-        if device == "cpu":
+        first = values[0]
+        if first.is_cpu:
             return on_host(values, *args)
-        return on_gpu(values, *args) if device == "cuda" else plain(values, *args)
+        return on_gpu(values, *args) if first.is_cuda else plain(values, *args)
 
     return either
 

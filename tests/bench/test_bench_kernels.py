@@ -14,6 +14,7 @@ import torch
 
 from freescale.bench import kernel_cases, kernels
 from freescale.bench.kernel_cases import Case, Inputs
+from freescale.bench.kernel_report import Outcome
 
 
 def test_a_short_run_writes_figures_a_picture_and_a_dated_file(
@@ -78,6 +79,42 @@ def test_a_run_that_is_told_to_end_keeps_what_it_measured(tmp_path: Path, number
     assert (tmp_path / "k.png").stat().st_size > 1000
     (report,) = tmp_path.glob("*-kernels-cpu.md")
     assert "Interrupted: not all cases were measured." in report.read_text()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_takes_up_what_an_earlier_one_measured_and_tells_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Case] = []
+    genuine = kernels.measure
+
+    def failing_at_three(case: Case, device: str, *, loop: bool, fbgemm: bool) -> list[Outcome]:
+        measured.append(case)
+        if case.world_size == 3:
+            raise RuntimeError("out of memory\nand much more")
+        return genuine(case, device, loop=loop, fbgemm=fbgemm)
+
+    monkeypatch.setattr(kernels, "measure", failing_at_three)
+    path = tmp_path / "k.json"
+    choice = ["--device", "cpu", "--rows", "int64", "--lengths", "short", "--operation", "dispatch", "--no-fbgemm"]
+    files = ["--json", str(path), "--resume", str(path), "--results", str(tmp_path)]
+    assert kernels.main([*choice, *files, "--world-size", "2", "3"]) == 0
+    (report,) = tmp_path.glob("*-kernels-cpu-no-fbgemm.md")
+    assert "Failed: dispatch, int64 rows, short, 3: out of memory" in report.read_text()
+    first = json.loads(path.read_text())["outcomes"]
+    assert not any(outcome["way"].startswith("FBGEMM") for outcome in first)
+    assert kernels.main([*choice, *files, "--world-size", "2", "4"]) == 0
+    assert [case.world_size for case in measured] == [2, 3, 4]
+    outcomes = json.loads(path.read_text())["outcomes"]
+    assert outcomes[: len(first)] == first
+    assert {outcome["world_size"] for outcome in outcomes} == {2, 4}
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "k.json"
+    path.write_text('{"outcomes": [{"way": "ours"}]}')
+    assert kernels.main(["--device", "cpu", "--resume", str(path)]) == 2
+    assert "must be a file that --json wrote" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from freescale.kernels import copy_ranges, device_jagged, ranges, sum_chunks, sum_ranges, sum_tree, update_rows
+from freescale.kernels import copy_narrow, copy_ranges, device_jagged, ranges, sum_chunks, sum_ranges, sum_tree, update_rows
 from freescale.kernels.launch import Words
 from freescale.kernels.update_rows import Rule
 
@@ -52,7 +52,7 @@ def compile_instead(
 
 
 def main() -> None:
-    for module in (copy_ranges, ranges, sum_chunks, sum_ranges, update_rows):
+    for module in (copy_narrow, copy_ranges, ranges, sum_chunks, sum_ranges, update_rows):
         vars(module)["launch"] = compile_instead
     for count, length in ((100, 2000), (700, 3), (2000, 3)):  # scanned inside the copy, in one launch, in two
         lengths = torch.full((count,), length)
@@ -62,6 +62,9 @@ def main() -> None:
         device_jagged.permute_jagged(narrow[:1], lengths.int(), starts, total)
         device_jagged.combine_ranges(narrow, starts, lengths.int(), total)
         device_jagged.dispatch_ranges([torch.zeros(total, 128)], starts, lengths, total)
+        for tensors in (narrow[1:], narrow[2:]):
+            device_jagged.permute_jagged(tensors, lengths, starts.int(), total)
+            device_jagged.combine_ranges(tensors, starts, lengths, total)
         device_jagged.transpose_keyed([torch.zeros(total, 3), torch.zeros(total, 700)], lengths.view(4, -1))
         limits = copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES
         copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES = {}, 0
