@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import selectors
 import socket
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ _AGAIN_S = 0.2  # the system closes one by one what a process leaves
 _NAP_S = 0.02
 _AT_ONCE = 128  # sockets
 _BACKLOG = 4096
+_ENTRY = re.compile(r"([!-~]+) ([0-9a-fA-F:.]+(?:%[\w.-]+)?) ([0-9]{1,5})", re.ASCII)
 
 
 class Presence:
@@ -55,10 +58,12 @@ class Presence:
             extended = self._store.has_extended_api()
             entries = self._store.multi_get(self._keys) if extended else [self._store.get(key) for key in self._keys]
         for peer, entry in enumerate(entries):
-            network, address, port = entry.decode().split(" ") if entry else ("", "", "0")
+            found = _ENTRY.fullmatch(entry.decode(errors="replace"))
+            if peer == self._rank or found is None or not _is_address(found[2], int(found[3])):
+                continue  # whatever else stands there is nobody who listens
             # A loopback address means another host there.
-            if peer != self._rank and address and (network == ours or not _is_loopback(address)):
-                self._addresses[peer] = (address, int(port))
+            if found[1] == ours or not _is_loopback(found[2]):
+                self._addresses[peer] = (found[2], int(found[3]))
 
     def gone(self) -> list[int]:
         """Ranks whose processes have ended, or that have closed all of the transport.
@@ -112,6 +117,12 @@ def _address_towards(store: Any) -> tuple[socket.AddressFamily, str]:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_address(address: str, port: int) -> bool:
+    with suppress(ValueError):
+        return 0 < port < 1 << 16 and bool(ip_address(address))
+    return False
 
 
 def _is_loopback(address: str) -> bool:

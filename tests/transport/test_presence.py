@@ -75,6 +75,18 @@ def test_a_killed_process_is_gone_and_a_stopped_one_is_not(ends: signal.Signals)
         child.communicate(timeout=10)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [b"\xff\xfe", b"one", b"a b", b"a b c d", b"here 127.0.0.1 99999", b"here 127.0.0.1 -1", b"\n", b"here 1:2 9"],
+)
+def test_whatever_else_stands_in_the_store_is_nobody_who_listens(entry: bytes) -> None:
+    store = torch_distributed.HashStore()
+    ours = Presence(store, "here", 0, 2)
+    store.set("here/presence/1", entry)
+    ours.look_around()
+    assert ours.gone() == []
+
+
 def test_loopback_addresses_of_other_hosts_and_ranks_without_a_socket_are_not_looked_for() -> None:
     store = torch_distributed.HashStore()
     ours = Presence(store, "here", 0, 4)
