@@ -224,12 +224,13 @@ def check_plan(owner: object, world: WorldSamples) -> NDArray[np.int64]:
     """As `validate_plan`, but gives an array, which may share memory with `owner`."""
     if not isinstance(owner, Tensor):
         raise TypeError(f"the partitioner must return a torch.Tensor, got {type(owner).__name__}")
-    if owner.dtype == torch.bool or owner.dtype.is_floating_point or owner.dtype.is_complex:
-        raise TypeError(f"the partitioner must return integers (int64), got {owner.dtype}")
+    dtype = owner.dtype
+    if dtype != torch.int64 and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"the partitioner must return integers (int64), got {dtype}")
     if owner.shape != (world.num_samples,):
         wanted = [world.num_samples]
         raise ValueError(f"the partitioner must return shape {wanted}, one owner a sample, got {list(owner.shape)}")
-    if owner.dtype != torch.int64 or owner.device.type != "cpu":
+    if dtype != torch.int64 or owner.device.type != "cpu":
         owner = owner.to("cpu", torch.int64)
     numbers: NDArray[np.int64] = owner.numpy()
     # Negative numbers are huge ones without a sign.

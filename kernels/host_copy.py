@@ -131,8 +131,7 @@ def _gather(addresses: NDArray[np.int64], sizes: NDArray[np.int64], total: int) 
     offsets = ranges.offsets
     np.subtract(addresses, _ORIGIN, out=offsets[:n, 0])
     np.add(offsets[:n, 0], sizes, out=offsets[:n, 1])
-    first = int(offsets[0, 0])
-    offsets[n] = first, first + total * (2 * n + 1) // n + 256
+    offsets[-1, 1] = int(offsets[0, 0]) + total * (2 * ranges.size + 1) // n + 256
     taken: pa.Buffer = ranges.take(n)
     if ranges.size == _MANY:  # beyond, making one is nothing beside the copy
         _kept.ranges = ranges
@@ -159,8 +158,7 @@ class _Ranges:
 
     def take(self, n: int) -> Any:
         """The bytes of the first ranges: an Arrow buffer."""
-        values, places = self._values.slice(0, 2 * n + 1), self._every_other.slice(0, n)
-        return self._call([values, places], self._unchecked).buffers()[2]
+        return self._call([self._values, self._every_other.slice(0, n)], self._unchecked).buffers()[2]
 
 
 class _Kept(threading.local):

@@ -272,7 +272,7 @@ def _lay_out(
     may_be_lazy = rows.dtype.is_floating_point or rows.dtype.is_complex  # to ask is_conj() lets another thread run
     if rows.requires_grad or (may_be_lazy and (rows.is_conj() or rows.is_neg())) or not rows.is_contiguous():
         rows = rows.detach().resolve_conj().resolve_neg().contiguous()
-    received_at = received.cumsum()
+    received_at = np.add.accumulate(received)
     shape = (int(received_at[-1]), *rows.shape[1:])
     received_at -= received
     out = (
@@ -288,7 +288,7 @@ def _lay_out(
         received_rows=received,
         source=_bytes_of(rows),
         sent_bytes=sent * row_bytes,
-        sent_at=np.zeros_like(sent) if gathers else (sent.cumsum() - sent) * row_bytes,
+        sent_at=np.zeros_like(sent) if gathers else (np.add.accumulate(sent) - sent) * row_bytes,
         target=_bytes_of(out),
         received_bytes=received * row_bytes,
         received_at=received_at * row_bytes,

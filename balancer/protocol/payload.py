@@ -37,7 +37,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FIRST = np.zeros(1, np.int64)
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
-_sum, _most, _accumulate = np.add.reduce, np.maximum.reduce, np.add.accumulate  # without the methods' Python wrappers
+# Without the methods' Python wrappers.
+_sum, _most, _any, _accumulate = np.add.reduce, np.maximum.reduce, np.logical_or.reduce, np.add.accumulate
 
 
 class Sections:
@@ -218,7 +219,7 @@ def unpack(
     levels: Levels = {c.name: (torch.from_numpy(row),) for c, row in zip(layout.jagged, counted, strict=False)}
     columns = _dense_columns(heads, layout)
     if layout.sections:
-        starts = sizes.cumsum() - sizes + (received.data_ptr() or _ZEROS_AT)
+        starts = _accumulate(sizes) - sizes + (received.data_ptr() or _ZEROS_AT)
         read = 8 * heads.shape[1] * num_samples
         at, num_bytes = _find(counts, starts + read, sizes - read, sections.ranges(staying), layout, rank)
         flats = gather_parts(at, num_bytes, layout.section_dtypes)
@@ -239,7 +240,7 @@ def _join_heads(received: NDArray[np.uint8], sizes: Int64s, num_samples: Int64s,
     total = int(before[-1] + arrived[-1])
     if not total:
         return home
-    if (short := 8 * width * arrived > sizes).any():
+    if _any(short := (8 * width * arrived > sizes)):
         raise ProtocolError(f"stage III: the heads of rank {int(short.argmax())} are longer than their message")
     first = (_accumulate(sizes) - sizes) // 8 - before * width  # word where the head of sample 0 would be
     starts = first.repeat(arrived) + count_to(total) * width
@@ -293,8 +294,8 @@ def _find(
     padded = (sizes + 7) // 8 * 8
     before = _accumulate(padded) - padded
     over = before + sizes > room
-    if over[:, :rank].any() or over[:, rank + 1 :].any():
-        over[:, rank] = False
+    over[:, rank] = False
+    if _any(over, axis=None):
         section, source = (int(index[0]) for index in over.nonzero())
         name = layout.section_names[section]
         raise ProtocolError(f"stage III: {name} of rank {source} is longer than the message that holds it")

@@ -28,6 +28,7 @@ from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, Shuffle
 from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
+_any, _sum, _most = np.logical_or.reduce, np.add.reduce, np.maximum.reduce  # without the methods' Python wrappers
 _NO_LENGTHS = torch.empty(0, dtype=torch.int64, device="cpu")
 Stages = Generator[Posted, None, Outcome]
 
@@ -225,7 +226,7 @@ class Protocol:
             self._check_agreement(world)
             if self._end(world) is None:
                 self._check_schemas(world)
-            largest = int(world.batch_size.max())
+            largest = int(_most(world.batch_size))
             if largest <= self._capacity:
                 return world
             self._capacity = largest
@@ -233,7 +234,7 @@ class Protocol:
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
         differs = world.schema_digest != self.schema.digest
-        if not differs.any():
+        if not _any(differs):
             return
         wrong = (world.state == State.HAS_BATCH) & (world.batch_size > 0) & differs
         if wrong.any():
@@ -256,7 +257,7 @@ class Protocol:
         """Stage II: content lengths of all candidates. Nothing to do when no column is nested or nobody reads them."""
         assert self.schema is not None
         name = self._selection.nested_column(self.schema)
-        if name is None or not world.reads_candidates.any():
+        if name is None or not _any(world.reads_candidates):
             return _NO_LENGTHS
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
@@ -278,12 +279,12 @@ class Protocol:
 
     def _plan_and_shuffle(self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock) -> Stages:
         assert self.schema is not None
-        num_samples = int(world.batch_size.sum())
+        num_samples = int(_sum(world.batch_size))
         if self._selection.drop_small and num_samples < world.world_size:
             self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
-        somebody_measures = bool((world.seconds_step >= 0).any())
+        somebody_measures = bool(_most(world.seconds_step) >= 0)
         # What the partitioner is given it may write into, so what is remembered is a copy.
         known = self._world_samples(candidate_lengths.clone(), world) if somebody_measures else None
         shuffle = Shuffle(
@@ -344,7 +345,7 @@ class Protocol:
             said = notes[rank, 3:].tobytes()[: int(notes[rank, 2])].decode("utf-8", "replace")
             what = "partitioner" if notes[rank, 0] == PARTITIONER_FAILED else "packing"
             raise PeerFailed(rank, self.step, f"{what}: {said}") from shuffle.error
-        if (notes[:, 1] != notes[0, 1]).any():
+        if _any(notes[:, 1] != notes[0, 1]):
             digests, counts = np.unique(notes[:, 1], return_counts=True)
             odd = np.flatnonzero(notes[:, 1] != digests[counts.argmax()])
             raise PlanMismatch(

@@ -7,6 +7,8 @@ elements it does with the lock held, but for a few functions: those have a stand
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,12 @@ def take_rows(table: Int64s, rows: Int64s) -> Int64s:
     words = table.shape[1]
     if not words:
         return table[rows]
-    return table.view(f"V{8 * words}")[:, 0][rows].view(np.int64).reshape(-1, words)
+    return table.view(_row_of(words))[:, 0][rows].view(np.int64).reshape(-1, words)
+
+
+@cache
+def _row_of(words: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, 8 * words))
 
 
 def take_columns(table: Int64s, columns: Int64s) -> Int64s:

@@ -20,6 +20,7 @@ from .schema import Schema
 
 Int64s = NDArray[np.int64]
 
+_sum = np.add.reduce  # without the method's Python wrapper
 PLANNED, PARTITIONER_FAILED, PREPARING_FAILED = range(3)
 NOTE_WORDS = 3 + TEXT_BYTES // 8
 
@@ -88,7 +89,7 @@ class Shuffle:
 
     def _size_and_pack(self) -> None:
         world, rank, size = self._world, self._transport.rank, self._transport.world_size
-        first = int(world.batch_size[:rank].sum())
+        first = int(_sum(world.batch_size[:rank]))
         last = first + int(world.batch_size[rank])
         mine, payload = self.owners[first:last], world.samples[:, PAYLOAD]
         coming = (self.owners == rank).nonzero()[0]
@@ -104,7 +105,7 @@ class Shuffle:
         messages[:, rank] = 0  # what stays is in no message
         self._num_received = counts[1]
         self._sent, self._received = messages
-        self._needed = int(self._received.sum())
+        self._needed = int(_sum(self._received))
         if self.buffer.shape[0] < self._needed:
             self.buffer = torch.empty(self._needed * 5 // 4, dtype=torch.uint8, device="cpu")
         self._packed = pack(self._sections, mine, rank, self._sent)
