@@ -24,6 +24,7 @@ PIECE_ROWS = 1024  # rows that a program copies at a time
 PIECES = {4: 2, 8: 1}  # that it copies one after the other, with one search, by the size of the narrowest row
 STEP = 2  # ranges that a walk looks at together
 WAYS = 128  # probes of one search step
+GUESS = False
 _WORDS = {4: tl.int32, 8: tl.int64}
 _REACH = 2**31 - 2**16  # rows that 32 bits number, with room for a program's rows
 
@@ -61,6 +62,7 @@ def narrow_kernel(
     n: tl.int64, total: tl.int64, tile_rows: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
     ORDER: tl.constexpr, GATHER: tl.constexpr, FOLLOWS: tl.constexpr, TENSORS: tl.constexpr, PIECE: tl.constexpr,
     STEP: tl.constexpr, WAYS: tl.constexpr, NUMBER: tl.constexpr,
+    GUESS: tl.constexpr,
 ):  # fmt: skip
     """Copy `tile_rows` packed rows of every tensor; `packed` and `placed` are tuples of TENSORS word pointers.
 
@@ -70,9 +72,10 @@ def narrow_kernel(
     if FOLLOWS:
         gdc_wait()  # for the launch before, which this one may overtake until here
     first = tl.program_id(0).to(tl.int64) * tile_rows
-    end = tl.minimum(tl.minimum(first + tile_rows, total), tl.load(offsets + n))
+    last = tl.load(offsets + n)
+    end = tl.minimum(tl.minimum(first + tile_rows, total), last)
     if first < end:
-        r = search_first(offsets, n, first, WAYS)
+        r = search_first(offsets, n, first, last, WAYS, GUESS)
         local = tl.arange(0, PIECE)
         while first < end:
             until = tl.minimum(first + PIECE, end)
@@ -123,6 +126,6 @@ def copy_narrow(
         (*words, starts.dtype, None if rows is None else rows.dtype),
         (Words(packed, types), Words(placed, types), ranges.offsets, starts, rows),
         (ranges.count, total, tile_rows, *ranges.shape, num_placed),
-        (ranges.order, gather, follows, len(words), PIECE_ROWS, STEP, WAYS, number),
+        (ranges.order, gather, follows, len(words), PIECE_ROWS, STEP, WAYS, number, GUESS),
         follows=follows,
     )

@@ -20,6 +20,8 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("freescale.kernels.copy_ranges.SCANNED_SIZES", (0,))
     monkeypatch.setattr(copy_narrow, "PIECE_ROWS", 128)
     monkeypatch.setattr(copy_narrow, "PIECES", {4: 3, 8: 2})
+    monkeypatch.setattr(copy_narrow, "GUESS", True)
+    monkeypatch.setattr(copy_narrow, "WAYS", 8)
     if request.param == "64 bits":
         monkeypatch.setattr(copy_narrow, "_REACH", 0)
 
