@@ -32,6 +32,8 @@ from .plan import GroupPlan, ask
 from .settings import digest
 from .stages import Batch, Indexing, Job, start_stages
 
+_HEAD = 5  # numbers that a rank says before its counts
+
 
 class Kind(IntEnum):
     """What a rank asks of the id plane; compared between ranks before anything else."""
@@ -166,6 +168,14 @@ class _Work:
         self._last: Batch | None = None  # strong: whether it is still there must not depend on a rank's memory
         self._sequence = 0
         self._fault: IdOutOfRange | None = None
+        # What ranks say to each other: always the same two tensors, so that the transport lays the exchange out once.
+        counts = transport.world_size * len(layouts)
+        self._said = torch.zeros((1, _HEAD + counts), dtype=torch.int64)
+        self._heard = torch.zeros((transport.world_size, _HEAD + counts), dtype=torch.int64)
+        most = np.array([layout.local_rows for layout in layouts]).repeat(transport.world_size)
+        no_limit = np.iinfo(np.int64)
+        self._least = np.array([-1, no_limit.min, no_limit.min, *np.zeros_like(most)])
+        self._most = np.array([len(slots) - 1, no_limit.max, no_limit.max, *most])
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error. Unless all ranks have it alike, let the others know by closing the channel."""
@@ -188,8 +198,9 @@ class _Work:
     def agree(self, settings: Mapping[str, str]) -> list[Indexing]:
         """Refuse ranks that were made with different settings."""
         header = np.array([Kind.SETTINGS, 0, *map(digest, settings.values())], dtype=np.int64)
-        differs = self._gather(header)[:, 2:] != header[2:]
-        self._sequence = 0
+        world = self.transport.all_gather(torch.from_numpy(header).reshape(1, -1)).wait().numpy()
+        self._check_turn(world, Kind.SETTINGS)
+        differs = world[:, 2:] != header[2:]
         for at, (name, value) in enumerate(settings.items()):
             if differs[:, at].any():
                 raise SettingsDiffer(name, value, self.transport.rank, int(differs[:, at].argmax()))
@@ -239,23 +250,20 @@ class _Work:
 
     def compare(self, agrees: bool) -> bool:
         """See `Planner.all_agree`."""
-        counts = [0] * (self.transport.world_size * len(self._layouts))  # as long as any header: ranks may differ
-        header = np.array([Kind.COMPARISON, self._sequence, -1, 0, agrees, *counts], dtype=np.int64)
-        return bool(self._gather(header)[:, 4].all())
+        return bool(self._gather(Kind.COMPARISON, (-1, 0, agrees), 0)[:, 4].all())
 
     def _exchange(self, batch: Batch, kind: Kind) -> None:
         """Fill `batch.groups` up to what each rank is asked for."""
-        fault = batch.fault
-        nothing = np.zeros(self.transport.world_size * len(self._layouts), dtype=np.int64)
-        counts = np.concatenate([plan.sent for plan in batch.groups]) if fault is None else nothing
-        said = [kind, self._sequence, *([-1, 0, 0] if fault is None else fault)]
-        world = self._gather(np.concatenate([np.array(said, dtype=np.int64), counts]))
+        if batch.fault is None:
+            world = self._gather(kind, (-1, 0, 0), np.concatenate([plan.sent for plan in batch.groups]))
+        else:
+            world = self._gather(kind, batch.fault, 0)
         self._check_told(world)
-        self._raise_faults(world[:, 2:5])
-        received = world[:, 5:].reshape(len(world), len(self._layouts), -1)[:, :, self.transport.rank]
+        self._raise_faults(world[:, 2:_HEAD])
+        received = world[:, _HEAD:].reshape(len(world), len(self._layouts), -1)[:, :, self.transport.rank]
         pending = []
         for plan, counts_of_group in zip(batch.groups, received.T, strict=True):
-            plan.received = np.ascontiguousarray(counts_of_group)
+            plan.received = counts_of_group.copy()
             pending.append(self.transport.all_to_all(_as_tensor(plan.keys), plan.sent, plan.received))
         for plan, layout, keys in zip(batch.groups, self._layouts, pending, strict=True):
             plan.rows = layout.local(keys.wait().numpy())
@@ -263,11 +271,9 @@ class _Work:
 
     def _check_told(self, world: Ints) -> None:
         """Refuse what no rank can have said: sizes of messages follow from it."""
-        most = np.array([layout.local_rows for layout in self._layouts]).repeat(self.transport.world_size)
-        slots, counts = world[:, 2], world[:, 5:]
-        wrong = (slots < -1) | (slots >= len(self._slots)) | ((counts < 0) | (counts > most)).any(axis=1)
+        wrong = (world[:, 2:] < self._least) | (world[:, 2:] > self._most)
         if wrong.any():
-            rank = int(wrong.argmax())
+            rank = int(wrong.any(axis=1).argmax())
             raise EmbeddingError(
                 f"ids #{self._sequence - 1}: rank {rank} sent numbers that cannot be: {world[rank].tolist()}"
             )
@@ -304,16 +310,33 @@ class _Work:
                 table = self._layouts[told.group].tables[told.table]
                 raise IdOutOfRange(rank, table.name, table.num_embeddings, told.feature, place, value)
 
-    def _gather(self, header: Ints) -> Ints:
-        """What all ranks say. Shape [world_size, len(header)]; raises when they are not at the same call."""
-        world = self.transport.all_gather(torch.from_numpy(header).reshape(1, -1)).wait().numpy()
-        for rank, (kind, sequence) in enumerate(world[:, :2].tolist()):
-            if (kind, sequence) != (header[0], header[1]):
-                here = f"{Kind(int(header[0])).name.lower()} #{header[1]}"
-                there = Kind(kind).name.lower() if kind in list(Kind) else f"a call of kind {kind}"
-                raise OutOfStep(f"this rank is at {here}, rank {rank} at {there} #{sequence}")
+    def _gather(self, kind: Kind, numbers: Sequence[int], counts: Ints | int) -> Ints:
+        """What all ranks say; the next call overwrites it.
+
+        Args:
+            kind: What this rank is at.
+            numbers: Three.
+            counts: Rows for each rank, group by group. Shape [num_groups * world_size].
+
+        Returns:
+            Kind, number of the call, numbers and counts of each rank. Shape [world_size, 5 + len(counts)].
+
+        Raises:
+            OutOfStep: Ranks are not at the same call.
+        """
+        said = self._said.numpy()[0]
+        said[:2], said[2:_HEAD], said[_HEAD:] = (kind, self._sequence), numbers, counts
+        world = self.transport.all_gather(self._said, out=self._heard).wait().numpy()
+        self._check_turn(world, kind)
         self._sequence += 1
         return world
+
+    def _check_turn(self, world: Ints, kind: Kind) -> None:
+        for rank, (theirs, sequence) in enumerate(world[:, :2].tolist()):
+            if (theirs, sequence) != (kind, self._sequence):
+                here = f"{kind.name.lower()} #{self._sequence}"
+                there = Kind(theirs).name.lower() if theirs in list(Kind) else f"a call of kind {theirs}"
+                raise OutOfStep(f"this rank is at {here}, rank {rank} at {there} #{sequence}")
 
     def _collide(self, batch: Batch, before: Batch | None) -> Indexing:
         """Find out which rows of a batch the one before asked for, on both sides."""
