@@ -27,6 +27,8 @@ from .wire import Purpose, SizeCheck, Wire
 
 _PATIENCE_S = 0.1  # for messages that have left when a channel is closed
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+_LOST = re.compile("connection (reset|closed|refused)|broken pipe", re.IGNORECASE)
+_LOST_S = 2.0
 _c10d: Any = dist  # torch's stubs lack what is used through this name
 
 
@@ -121,12 +123,20 @@ class _Place:
         """Say who failed, or is gone, where gloo names an address at best. The first who finds out tells the others."""
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         kind = TransportTimeout if isinstance(error, TransportTimeout) or _TIMED_OUT.search(text) else TransportError
-        said = self.words.heard()
-        if said is None and (gone := self.presence.gone()):
-            found = f"gone: ranks {gone}"
-            self.words.write(found)  # before this process ends too
-            said = self.words.heard() or found
+        # Connections are closed by whoever is gone, or has heard of one that is; a busy host may take its time for it.
+        said = self._find_out(_LOST_S if _LOST.search(text) else 0.0)
         return kind(f"gloo: {text}" if said is None else f"{said} (gloo: {text})")
+
+    def _find_out(self, patience_s: float) -> str | None:
+        """What a rank has said, or which are gone; looks again for so many seconds."""
+        deadline = time.monotonic() + patience_s
+        while (said := self.words.heard()) is None:
+            if gone := self.presence.gone():
+                self.words.write(found := f"gone: ranks {gone}")  # before this process ends too
+                return self.words.heard() or found
+            if time.monotonic() >= deadline:
+                return None
+        return said
 
 
 class GlooWire:
