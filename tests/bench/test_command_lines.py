@@ -18,6 +18,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 STARTED_BY_OTHERS = {
     "demo_rank",
     "embedding_fork",
+    "id_plane_rank",
     "loader_overhead_rank",
     "ne_parity_rank",
     "transport_host_rank",
@@ -30,6 +31,7 @@ COMMANDS = sorted(
 )
 WITHOUT_JSON = {"report"}  # it writes a folder, with the figures of its parts
 WITHOUT_PLOT = {
+    "id_plane",  # a handful of figures
     "loader_overhead",  # a handful of figures
     "report",  # it has the pictures of its parts
     "soak",  # what it shows is that nothing changes
@@ -45,6 +47,8 @@ MISTAKES = [
     ("demo", ["{missing}.parquet"], "missing.parquet"),
     ("embedding", ["--device", "cpu", "--read", "{missing}.json"], "missing.json"),
     ("end_to_end", ["--device", "cpu", "--ratio", "101"], "--ratio must be from 0 to 100, got 101"),
+    ("id_plane", ["--blocks", "1"], "must be at least 2, got 1"),
+    ("id_plane", ["--ratio", "101"], "--ratio must be from 0 to 100, got 101"),
     ("inspect", ["{missing}.parquet:page"], "missing.parquet"),
     ("inspect", ["{data}:nothing"], "it has"),
     ("inspect", ["{data}:page", "--batch-size", "1000000"], "must be at most 4,000,000 samples"),
