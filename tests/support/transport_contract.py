@@ -1,34 +1,23 @@
 """What every transport must do: functions that each rank runs, on threads or as real processes.
 
+Here is what moves; `contract_channels.py` and `contract_failures.py` have the rest of the contract.
 As a script: `python transport_contract.py BACKEND all|late` runs them on the ranks it was started on.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
+import contract_channels
+import contract_failures
 import numpy as np
 import pytest
 import torch
 from known_rows import DTYPES, column, expected_rows, make_rows, make_splits, same_bytes
-from torch import Tensor
 
-from freescale.transport import (
-    Pending,
-    SizeMismatch,
-    Transport,
-    TransportClosed,
-    TransportError,
-    TransportTimeout,
-    connect,
-)
-from freescale.transport.lane import HostTransport
-from freescale.transport.local import LocalWire
+from freescale.transport import SizeMismatch, Transport, connect
 
 
 def check_an_all_gather_of_equal_blocks_is_in_rank_order(transport: Transport) -> None:
@@ -173,130 +162,6 @@ def check_a_transfer_completes_by_tests_alone(transport: Transport) -> None:
         assert pending.wait().tolist() == list(range(transport.world_size))
 
 
-def check_channels_in_threads_do_not_disturb_each_other(transport: Transport) -> None:
-    channels = [transport.channel(f"lane {i}", check_sizes=i % 2 == 0) for i in range(3)]
-    wrong: list[object] = []
-
-    def work(number: int) -> None:
-        try:
-            for step in range(15):
-                if (number + step + transport.rank) % 4 == 0:
-                    time.sleep(0.001)
-                splits = make_splits(100 * number + step, transport.world_size)
-                rows, expected = expected_rows(1000 * number + step, splits, transport.rank)
-                sent, received = splits[transport.rank], column(splits, transport.rank)
-                if not same_bytes(channels[number].all_to_all(rows, sent, received).wait(), expected):
-                    wrong.append((number, step))
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong, wrong
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def check_threads_make_channels_at_once_in_any_order(transport: Transport) -> None:
-    rank, n = transport.rank, transport.world_size
-    parents = [transport.channel(f"parent {number}") for number in range(2)]
-    wrong: list[object] = []
-
-    def work(number: int) -> None:
-        try:
-            for step in range(3):
-                if (rank + number + step) % 2:  # each rank begins with another one, long before it comes to this
-                    time.sleep(0.2)
-                lane = parents[number].channel(f"made {number} {step}")
-                block = torch.tensor([100 * number + 10 * step + rank])
-                if lane.all_gather(block).wait().tolist() != [100 * number + 10 * step + peer for peer in range(n)]:
-                    wrong.append((number, step))
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    assert not wrong, wrong
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for another one's channel"
-
-
-def check_two_threads_on_one_channel_are_an_error_that_names_it(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    shared = transport.channel("shared one")
-    if transport.rank:
-        transport.all_gather(torch.zeros(1)).wait()
-        shared.all_gather(torch.tensor([transport.rank])).wait()
-        return
-    results: list[Tensor] = []
-    pending = shared.all_gather(torch.tensor([0]))
-    thread = threading.Thread(target=lambda: results.append(pending.wait()), daemon=True, name="waiter")
-    thread.start()
-    time.sleep(0.1)
-    with pytest.raises(TransportError, match="'shared one' is in use by thread 'waiter'"):
-        shared.all_gather(torch.tensor([0]))
-    transport.all_gather(torch.zeros(1)).wait()
-    thread.join(10)
-    assert results[0].tolist() == list(range(transport.world_size)), "the thread that held the channel goes on"
-
-
-def check_a_size_mismatch_is_raised_on_both_sides_only(transport: Transport) -> None:
-    rank, n = transport.rank, transport.world_size
-    if n == 1:
-        return
-    lane = transport.channel("mismatched")
-    sent, received = [1] * n, [1] * n
-    if rank == 0:
-        received[1] = 2
-    out = torch.full((sum(received),), -1)
-    pending = lane.all_to_all(torch.arange(n) + 10 * rank, sent, received, out)
-    if rank > 1:
-        assert pending.wait().tolist() == [10 * peer + rank for peer in range(n)]
-        return
-    text = "all_to_all #1 on channel 'mismatched': rank 0 expected 2 rows from rank 1, got 1"
-    with pytest.raises(SizeMismatch, match=text):
-        pending.wait()
-    with pytest.raises(SizeMismatch, match="rank 0 expected 2 rows from rank 1, got 1"):
-        pending.wait()
-    with pytest.raises(TransportClosed, match="rank 0 expected 2 rows from rank 1, got 1"):
-        lane.all_gather(torch.zeros(1))
-
-
-def check_a_gather_of_wrong_sizes_is_raised_on_both_sides(transport: Transport) -> None:
-    rank, n = transport.rank, transport.world_size
-    if n == 1:
-        return
-    lane = transport.channel("gathered")
-    sizes = [2] * n
-    if rank == n - 1:
-        sizes[0] = 3
-    pending = lane.all_gather(torch.full((2,), rank), sizes)
-    if rank in (0, n - 1):
-        with pytest.raises(SizeMismatch, match=f"rank {n - 1} expected 3 rows from rank 0, got 2"):
-            pending.wait()
-    else:
-        assert pending.wait().tolist() == [peer for peer in range(n) for _ in range(2)]
-
-
-def check_rows_of_another_width_are_a_mismatch(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    lane = transport.channel("widths")
-    block = torch.zeros(2, dtype=torch.int32 if transport.rank == 0 else torch.int64)
-    pending = lane.all_gather(block)
-    if transport.rank == 0:
-        with pytest.raises(SizeMismatch, match=r"rank 0 has rows of 4 bytes, rank \d of 8 bytes"):
-            pending.wait()
-    else:
-        with pytest.raises(SizeMismatch, match="has rows of 8 bytes, rank 0 of 4 bytes"):
-            pending.wait()
-
-
 def check_a_default_device_of_torch_changes_nothing(transport: Transport) -> None:
     rank, n = transport.rank, transport.world_size
     rows = torch.arange(n) + 10 * rank
@@ -313,177 +178,6 @@ def check_a_default_device_of_torch_changes_nothing(transport: Transport) -> Non
                     pending.wait()
             else:
                 assert pending.wait().tolist() == [0] * n
-
-
-def check_different_operations_are_an_error_on_both_sides(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    lane = transport.channel("operations")
-    ones = [1] * transport.world_size
-    if transport.rank == 0:
-        pending = lane.all_gather(torch.zeros(1))
-    else:
-        pending = lane.all_to_all(torch.zeros(transport.world_size), ones, ones)
-    with pytest.raises(TransportError, match=r"rank 0 (is )?at all_gather #1"):
-        pending.wait()
-
-
-def late_check_a_late_rank_is_a_timeout(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    for check_sizes in (True, False):
-        lane = transport.channel("late", check_sizes)
-        assert isinstance(lane, HostTransport)
-        if transport.rank == 1:
-            transport.all_gather(torch.zeros(1)).wait()
-            lane.timeout_s = 1.0
-            # It may complete, or time out, or a backend may say that the others have given up.
-            with suppress(TransportError):
-                lane.all_gather(torch.zeros(1)).wait()
-        else:
-            lane.timeout_s = 0.3
-            begun = time.monotonic()
-            pattern = f"all_gather #1 on channel 'late': rank {transport.rank} of .* waited 0.3 s, .*missing"
-            with pytest.raises(TransportTimeout, match=pattern) as caught:
-                lane.all_gather(torch.zeros(1)).wait()
-            assert 0.2 < time.monotonic() - begun < 3
-            if check_sizes:
-                assert "missing: ranks [1]" in str(caught.value)
-            with pytest.raises(TransportClosed, match=r"waited 0\.3 s"):
-                lane.all_gather(torch.zeros(1))
-            transport.all_gather(torch.zeros(1)).wait()
-
-
-def late_check_tests_have_a_deadline_too(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    lane = transport.channel("tested")
-    assert isinstance(lane, HostTransport)
-    if transport.rank == 0:
-        lane.timeout_s = 0.2
-        pending = lane.all_gather(torch.zeros(1))
-        deadline = time.monotonic() + 5
-        while not pending.test():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        with pytest.raises(TransportTimeout):
-            pending.wait()
-    transport.all_gather(torch.zeros(1)).wait()
-    if transport.rank:
-        lane.timeout_s = 1.0
-        with suppress(TransportError):
-            lane.all_gather(torch.zeros(1)).wait()
-
-
-def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(transport: Transport) -> None:
-    transport.channel("warm").close()
-    before = held()[:2]
-    patience, transport.timeout_s = transport.timeout_s, 1.0
-    lane = transport.channel("left")
-    if transport.rank != 1:
-        lane.all_gather(torch.zeros(1))
-    transport.timeout_s = patience
-    lane.close()
-    time.sleep(1.5)
-    transport.all_gather(torch.zeros(1)).wait()
-    transport.channel("sweeping").close()
-    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
-        assert all(now <= then for now, then in zip(held()[:2], before, strict=True)), (held(), before)
-
-
-def check_channels_of_different_names_are_refused(transport: Transport) -> None:
-    if transport.world_size == 1:
-        return
-    parent = transport.channel("parent")
-    with pytest.raises(TransportError, match=f"rank {transport.rank} makes channel '.*' with .*, rank .* '"):
-        parent.channel("left" if transport.rank == 0 else "right")
-
-
-def check_sequence_numbers_pass_31_bits(transport: Transport) -> None:
-    for start in (2**31 - 2, 2**32 - 2, 2**53 - 2):
-        lane = transport.channel("long-lived")
-        assert isinstance(lane, HostTransport)
-        lane._sequence = start
-        for step in range(4):
-            assert lane.all_gather(torch.tensor([step])).wait().tolist() == [step] * transport.world_size
-        assert lane._sequence == start + 4
-
-
-def check_a_closed_channel_refuses_and_its_parent_goes_on(transport: Transport) -> None:
-    lane = transport.channel("closed")
-    below = lane.channel("below")
-    assert below.all_gather(torch.tensor([1])).wait().tolist() == [1] * transport.world_size
-    done = lane.all_gather(torch.tensor([2]))
-    done.wait()
-    transport.all_gather(torch.zeros(1)).wait()
-    lane.close()
-    lane.close()
-    for closed in (lane, below):
-        with pytest.raises(TransportClosed, match=r"'(closed|below)' was closed"):
-            closed.all_gather(torch.zeros(1))
-        with pytest.raises(TransportClosed):
-            closed.channel("more")
-    assert done.wait().tolist() == [2] * transport.world_size
-    assert transport.all_gather(torch.tensor([3])).wait().tolist() == [3] * transport.world_size
-
-
-def held() -> tuple[int, int, int]:
-    """Threads and files of this process, and the number that MPI gives to the next communicator."""
-    number = 0
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        next_one = MPI.COMM_SELF.Dup()
-        number = next_one.py2f()
-        next_one.Free()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), number
-
-
-def check_closed_channels_hold_nothing(transport: Transport) -> None:
-    n = transport.world_size
-    results: list[Pending] = []
-    for step in range(12):
-        lane = transport.channel("short-lived", check_sizes=step % 2 == 0)
-        below = lane.channel("below")
-        for each in (lane, below):
-            results.append(each.all_gather(torch.tensor([step])))
-            assert results[-1].wait().tolist() == [step] * n
-        if step == 1:
-            lane.all_gather(torch.tensor([step]))  # nobody waits for it
-        transport.all_gather(torch.zeros(1)).wait()
-        lane.close()
-        if step == 3:
-            before = held()
-    transport.all_gather(torch.zeros(1)).wait()  # all have closed theirs
-    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
-        deadline = time.monotonic() + 3  # threads that carry CUDA tensors end by themselves
-        while any(now > then for now, then in zip(held(), before, strict=True)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
-        assert not any(channel.name == "short-lived" for channel in transport._channels)
-
-
-def check_a_channel_closed_while_another_thread_uses_it_is_an_error_of_that_name(transport: Transport) -> None:
-    if transport.world_size > 1:  # ranks close at different times, so that peers would wait for each other
-        return
-    errors: list[BaseException] = []
-
-    def use(lane: Transport) -> None:
-        try:
-            while True:
-                lane.all_gather(torch.zeros(1)).wait()
-        except BaseException as error:
-            errors.append(error)
-
-    for step in range(20):
-        lane = transport.channel("hurried")
-        thread = threading.Thread(target=use, args=(lane,), daemon=True)
-        thread.start()
-        time.sleep(0.001 * step)
-        lane.close()
-        thread.join(10)
-        assert not thread.is_alive()
-    assert [type(error) for error in errors] == [TransportClosed] * 20, errors
 
 
 def check_wrong_arguments_cost_nothing(transport: Transport) -> None:
@@ -503,12 +197,13 @@ def check_large_and_small_messages_mix(transport: Transport) -> None:
         assert same_bytes(transport.all_to_all(rows, splits[rank], column(splits, rank)).wait(), expected)
 
 
+_PARTS = {**globals(), **vars(contract_channels), **vars(contract_failures)}
 # What leaves transfers unfinished, so that a process may not be able to end normally.
 LATE_CHECKS: list[Callable[[Transport], None]] = [
-    value for name, value in sorted(globals().items()) if name.startswith("late_check_")
+    value for name, value in sorted(_PARTS.items()) if name.startswith("late_check_")
 ]
 CHECKS: list[Callable[[Transport], None]] = [
-    value for name, value in sorted(globals().items()) if name.startswith("check_")
+    value for name, value in sorted(_PARTS.items()) if name.startswith("check_")
 ]
 
 

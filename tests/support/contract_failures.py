@@ -1,0 +1,142 @@
+"""What every transport must do where ranks disagree or are late. Part of `transport_contract.py`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from contract_channels import held
+
+from freescale.transport import SizeMismatch, Transport, TransportClosed, TransportError, TransportTimeout
+from freescale.transport.lane import HostTransport
+from freescale.transport.local import LocalWire
+
+
+def check_a_size_mismatch_is_raised_on_both_sides_only(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    if n == 1:
+        return
+    lane = transport.channel("mismatched")
+    sent, received = [1] * n, [1] * n
+    if rank == 0:
+        received[1] = 2
+    out = torch.full((sum(received),), -1)
+    pending = lane.all_to_all(torch.arange(n) + 10 * rank, sent, received, out)
+    if rank > 1:
+        assert pending.wait().tolist() == [10 * peer + rank for peer in range(n)]
+        return
+    text = "all_to_all #1 on channel 'mismatched': rank 0 expected 2 rows from rank 1, got 1"
+    with pytest.raises(SizeMismatch, match=text):
+        pending.wait()
+    with pytest.raises(SizeMismatch, match="rank 0 expected 2 rows from rank 1, got 1"):
+        pending.wait()
+    with pytest.raises(TransportClosed, match="rank 0 expected 2 rows from rank 1, got 1"):
+        lane.all_gather(torch.zeros(1))
+
+
+def check_a_gather_of_wrong_sizes_is_raised_on_both_sides(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    if n == 1:
+        return
+    lane = transport.channel("gathered")
+    sizes = [2] * n
+    if rank == n - 1:
+        sizes[0] = 3
+    pending = lane.all_gather(torch.full((2,), rank), sizes)
+    if rank in (0, n - 1):
+        with pytest.raises(SizeMismatch, match=f"rank {n - 1} expected 3 rows from rank 0, got 2"):
+            pending.wait()
+    else:
+        assert pending.wait().tolist() == [peer for peer in range(n) for _ in range(2)]
+
+
+def check_rows_of_another_width_are_a_mismatch(transport: Transport) -> None:
+    if transport.world_size == 1:
+        return
+    lane = transport.channel("widths")
+    block = torch.zeros(2, dtype=torch.int32 if transport.rank == 0 else torch.int64)
+    pending = lane.all_gather(block)
+    if transport.rank == 0:
+        with pytest.raises(SizeMismatch, match=r"rank 0 has rows of 4 bytes, rank \d of 8 bytes"):
+            pending.wait()
+    else:
+        with pytest.raises(SizeMismatch, match="has rows of 8 bytes, rank 0 of 4 bytes"):
+            pending.wait()
+
+
+def check_different_operations_are_an_error_on_both_sides(transport: Transport) -> None:
+    if transport.world_size == 1:
+        return
+    lane = transport.channel("operations")
+    ones = [1] * transport.world_size
+    if transport.rank == 0:
+        pending = lane.all_gather(torch.zeros(1))
+    else:
+        pending = lane.all_to_all(torch.zeros(transport.world_size), ones, ones)
+    with pytest.raises(TransportError, match=r"rank 0 (is )?at all_gather #1"):
+        pending.wait()
+
+
+def late_check_a_late_rank_is_a_timeout(transport: Transport) -> None:
+    if transport.world_size == 1:
+        return
+    for check_sizes in (True, False):
+        lane = transport.channel("late", check_sizes)
+        assert isinstance(lane, HostTransport)
+        if transport.rank == 1:
+            transport.all_gather(torch.zeros(1)).wait()
+            lane.timeout_s = 1.0
+            # It may complete, or time out, or a backend may say that the others have given up.
+            with suppress(TransportError):
+                lane.all_gather(torch.zeros(1)).wait()
+        else:
+            lane.timeout_s = 0.3
+            begun = time.monotonic()
+            pattern = f"all_gather #1 on channel 'late': rank {transport.rank} of .* waited 0.3 s, .*missing"
+            with pytest.raises(TransportTimeout, match=pattern) as caught:
+                lane.all_gather(torch.zeros(1)).wait()
+            assert 0.2 < time.monotonic() - begun < 3
+            if check_sizes:
+                assert "missing: ranks [1]" in str(caught.value)
+            with pytest.raises(TransportClosed, match=r"waited 0\.3 s"):
+                lane.all_gather(torch.zeros(1))
+            transport.all_gather(torch.zeros(1)).wait()
+
+
+def late_check_tests_have_a_deadline_too(transport: Transport) -> None:
+    if transport.world_size == 1:
+        return
+    lane = transport.channel("tested")
+    assert isinstance(lane, HostTransport)
+    if transport.rank == 0:
+        lane.timeout_s = 0.2
+        pending = lane.all_gather(torch.zeros(1))
+        deadline = time.monotonic() + 5
+        while not pending.test():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(TransportTimeout):
+            pending.wait()
+    transport.all_gather(torch.zeros(1)).wait()
+    if transport.rank:
+        lane.timeout_s = 1.0
+        with suppress(TransportError):
+            lane.all_gather(torch.zeros(1)).wait()
+
+
+def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(transport: Transport) -> None:
+    transport.channel("warm").close()
+    before = held()[:2]
+    patience, transport.timeout_s = transport.timeout_s, 1.0
+    lane = transport.channel("left")
+    if transport.rank != 1:
+        lane.all_gather(torch.zeros(1))
+    transport.timeout_s = patience
+    lane.close()
+    time.sleep(1.5)
+    transport.all_gather(torch.zeros(1)).wait()
+    transport.channel("sweeping").close()
+    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
+        assert all(now <= then for now, then in zip(held()[:2], before, strict=True)), (held(), before)
