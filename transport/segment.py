@@ -72,6 +72,8 @@ class Segment:
         except OSError as error:
             os.close(file)
             os.unlink(FOLDER / name)
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
+                raise Unavailable(f"cannot use shared memory in {FOLDER}: {error.strerror}") from error
             raise Unavailable(
                 f"{FOLDER} has no room for {size >> 20} MiB ({error.strerror}): in a container give it more, "
                 "docker run --shm-size=8g say, or ask for a smaller window"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 _EVERY_S = 0.5
@@ -40,7 +41,7 @@ class Watch:
             done = [look for look in looks if not look()]
             with self._changed:
                 self._looks = [look for look in self._looks if look not in done]
-                self._changed.wait_for(lambda: False, _EVERY_S)
+            time.sleep(_EVERY_S)
 
 
 watch = Watch()

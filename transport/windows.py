@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from .cuda_streams import RECEIVE, SEND, Streams
+from .cuda_streams import RECEIVE, Streams
 from .exchange import Exchange
 from .segment import Segment
 from .slots import has_reached, in_rounds, low
@@ -51,8 +51,8 @@ class Windows:
         incoming: dict[int, int],
         slot_bytes: int,
         depth: int,
-        sending: int = SEND,
-        first: int = 0,
+        sending: int,
+        first: int,
     ) -> None:
         self.rank, self.members, self.streams, self.segment = rank, list(members), streams, segment
         self.slot_bytes, self._depth, self._flags = slot_bytes, depth, flags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -127,3 +128,14 @@ def test_flags_and_news_do_not_overlap() -> None:
         assert segment.data_at + 64 <= segment.size
     finally:
         segment.unlink()
+
+
+def test_what_is_not_about_room_does_not_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = set(FOLDER.iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(Unavailable, match=r"^cannot use shared memory in /dev/shm: Operation not permitted$"):
+        Segment.create(2, 0, 100)
+    assert not {path for path in set(FOLDER.iterdir()) - before if path.name.startswith("freescale-")}
