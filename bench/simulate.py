@@ -24,7 +24,7 @@ from .simulate_load import Workload, as_loaded, by_measured_cost, step_loads
 from .simulate_network import CLUSTERS, Cluster, cluster_of
 from .simulate_schedule import Schedule
 from .simulate_step import TECHNIQUES, Model, Simulated, simulate
-from .simulate_trace import write_trace
+from .simulate_trace import trace, write_trace
 from .simulate_traffic import samples_of
 from .tables import Table, picture_beside, print_table, write_result
 
@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.json",
         help="write the smallest and largest run for Perfetto",
     )
+    add(
+        "--trace-plot",
+        type=output_file,
+        metavar="FILE.png",
+        help="draw two steps of the smallest run, with and without",
+    )
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -102,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, console: Console) -> None:
     if options.plot is not None:
         from .simulate_plot import draw  # before the work, so that a missing library shows at once
+    if options.trace_plot is not None:
+        from .trace_picture import draw_steps
     if not 0 <= options.contention < 10 or not 0 < options.layers < 1e6:
         raise ValueError(
             f"--contention must be in [0, 10) and --layers over 0, got {options.contention}, {options.layers}"
@@ -134,6 +142,10 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     if options.trace is not None:
         write_trace(options.trace, schedules, f"{samples.title}; {came_from}")
         console.print(f"trace, for https://ui.perfetto.dev: {options.trace}")
+    if options.trace_plot is not None:
+        of_smallest = [name for name in schedules if name.startswith(f"{min(options.world_size)} ranks, ")]
+        draw_steps(trace(schedules, samples.title), [of_smallest[1], of_smallest[-1]], options.trace_plot)
+        console.print(f"picture: {options.trace_plot}")
     if options.json is not None:
         found_all = {
             "kind": "simulate",

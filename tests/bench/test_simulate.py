@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from freescale.bench.compute_fit import ComputeFit, fit_compute, loads_of
 from freescale.bench.embedding_workload import power_law
+from freescale.bench.pictures import COMPUTING, ROWS, WAITING_FOR_DATA, WAITING_FOR_RANKS
 from freescale.bench.simulate_load import Workload, as_loaded, by_measured_cost, step_loads
 from freescale.bench.simulate_network import CLUSTERS, Cluster, cluster_of
 from freescale.bench.simulate_schedule import COMPUTE, HOST, TRANSFER, WAIT, Schedule
@@ -31,6 +32,7 @@ from freescale.bench.simulate_traffic import (
     samples_of,
     with_collisions,
 )
+from freescale.bench.trace_picture import _rows_of, draw_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
@@ -355,6 +357,20 @@ def test_a_trace_shows_steps_in_a_row_above_the_ranks_and_calls_a_bubble_a_bubbl
     bubbles = [e for e in found if e["ph"] == "X" and e["name"].startswith("bubble: ")]
     assert {e["cat"] for e in bubbles} == {"wait", "exposed transfer", "host"}
     assert not any(e["cat"] == COMPUTE for e in bubbles)
+
+
+def test_two_steps_are_drawn_from_their_trace_on_one_scale(tmp_path: Path) -> None:
+    steps = steps_of([1.0, 2.0], even_traffic(2, 1e5, 1e4))
+    schedules = {name: simulate_steps(BY_NAME[name], steps, PLAIN, Model())[1] for name in ("TorchRec", "FreeScale")}
+    found = trace(schedules, "test")
+    draw_steps(found, ["TorchRec", "FreeScale"], tmp_path / "steps.svg")
+    drawn = (tmp_path / "steps.svg").read_text()
+    for colour in (COMPUTING, WAITING_FOR_RANKS, WAITING_FOR_DATA, ROWS):
+        assert drawn.count(f"fill: {colour}") >= 2, colour
+    rows, length = _rows_of(found, 1)
+    spans = sorted(span[:2] for span in rows["rank 0"])
+    assert spans[0][0] == 0
+    assert sum(duration for _, duration in spans) == pytest.approx(length), "a rank computes or waits, all the time"
 
 
 def test_of_many_ranks_those_that_wait_least_and_most_are_shown() -> None:
