@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-
-class Embedded(Protocol):
-    """What a lookup gives for one feature, as TorchRec's JaggedTensor does."""
-
-    def values(self) -> Tensor:
-        """Rows of all samples. Shape [num_ids, dim]."""
 
 
 class SequenceTower(nn.Module):
@@ -48,7 +41,7 @@ class SequenceTower(nn.Module):
         """Mean loss over the ids.
 
         Args:
-            embedded: For each feature an `Embedded`, or something whose `wait()` gives that.
+            embedded: For each feature what has its rows as `values()`, [num_ids, dim]; or something whose `wait()` gives that.
             starts: First id of every history, and their number. Shape [batch_size + 1], int32.
             labels: Shape [num_ids], float32.
             longest: Length of the longest history.

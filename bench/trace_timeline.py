@@ -110,10 +110,6 @@ class StepTimes:
     traffic: dict[str, Traffic]
     host_waits: list[HostWait]
 
-    def exposed_of(self, *kinds: str) -> float:
-        """Exposed milliseconds of several kinds together; absent ones count as none."""
-        return sum(self.traffic[kind].exposed_ms for kind in kinds if kind in self.traffic)
-
     def waits_of_trainer(self) -> list[HostWait]:
         """Waits that hold up the trainer: on its thread, and on autograd's."""
         return [wait for wait in self.host_waits if wait.thread != "other"]

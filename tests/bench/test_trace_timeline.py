@@ -90,7 +90,6 @@ def test_a_step_is_compute_exposed_traffic_copies_and_idle_time() -> None:
     rows = times.traffic["rows"]
     assert [rows.total_ms, rows.exposed_ms, rows.calls] == pytest.approx([0.2, 0.1, 1])
     assert rows.sent_bytes == 4000
-    assert times.exposed_of("rows", "ids") == rows.exposed_ms
 
 
 def test_a_kernel_on_a_side_stream_does_not_hide_traffic() -> None:
