@@ -41,7 +41,7 @@ class SequenceTower(nn.Module):
         """Mean loss over the ids.
 
         Args:
-            embedded: For each feature what has its rows as `values()`, [num_ids, dim]; or something whose `wait()` gives that.
+            embedded: For each feature what gives rows by `values()`, [num_ids, dim]; or what gives that by `wait()`.
             starts: First id of every history, and their number. Shape [batch_size + 1], int32.
             labels: Shape [num_ids], float32.
             longest: Length of the longest history.

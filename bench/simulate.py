@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
-    if options.plot is not None:
-        from .simulate_plot import draw  # before the work, so that a missing library shows at once
-    if options.trace_plot is not None:
-        from .trace_picture import draw_steps
+    if options.plot is not None or options.trace_plot is not None:
+        from . import pictures  # noqa: F401 - before the work, so that a missing library shows at once
     if not 0 <= options.contention < 10 or not 0 < options.layers < 1e6:
         raise ValueError(
             f"--contention must be in [0, 10) and --layers over 0, got {options.contention}, {options.layers}"
@@ -139,13 +137,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     parts: list[Table | str] = [*tables, *said]
     for part in parts:
         _print(part, console)
-    if options.trace is not None:
-        write_trace(options.trace, schedules, f"{samples.title}; {came_from}")
-        console.print(f"trace, for https://ui.perfetto.dev: {options.trace}")
-    if options.trace_plot is not None:
-        of_smallest = [name for name in schedules if name.startswith(f"{min(options.world_size)} ranks, ")]
-        draw_steps(trace(schedules, samples.title), [of_smallest[1], of_smallest[-1]], options.trace_plot)
-        console.print(f"picture: {options.trace_plot}")
+    _write_traces(options, schedules, samples.title, came_from, console)
     if options.json is not None:
         found_all = {
             "kind": "simulate",
@@ -159,6 +151,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         write_figures(options.json, found_all)
         console.print(f"figures: {options.json}")
     if options.plot is not None:
+        from .simulate_plot import draw
+
         draw(rows, options.plot, samples.title)
         console.print(f"picture: {options.plot}")
     if options.results is not None:
@@ -166,6 +160,21 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         about: list[Table | str] = [*said, *checks, *shown, *tables]
         path = write_result(options.results, "simulate", "Many ranks, simulated", environment(), about)
         console.print(f"written to {path}")
+
+
+def _write_traces(
+    options: argparse.Namespace, schedules: Mapping[str, Schedule], title: str, came_from: str, console: Console
+) -> None:
+    if options.trace is not None:
+        write_trace(options.trace, schedules, f"{title}; {came_from}")
+        console.print(f"trace, for https://ui.perfetto.dev: {options.trace}")
+    if options.trace_plot is not None:
+        from .trace_picture import draw_steps
+
+        techniques = ("TorchRec, SDD", "FreeScale")
+        shown = [f"{min(options.world_size)} ranks, {each}, {options.cluster[0]}" for each in techniques]
+        draw_steps(trace(schedules, title), shown, options.trace_plot)
+        console.print(f"picture: {options.trace_plot}")
 
 
 _UNCHECKED = (
