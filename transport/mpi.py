@@ -18,7 +18,7 @@ from .exchange import Exchange
 from .lane import HostTransport, open_lane
 from .mpi_messages import LARGEST_COUNT, describe, describe_gather
 from .mpi_parting import Kept, Parting, is_forked_child, note_doubt
-from .mpi_roll import Column, Roll, open_roll
+from .roll import Column, Roll, open_roll
 from .wire import Purpose, SizeCheck
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +18,12 @@ from torch.utils.data import get_worker_info
 
 from .device_wire import DeviceWire
 from .errors import TransportClosed, TransportError, TransportTimeout, Unavailable
-from .exchange import Exchange
+from .exchange import Exchange, plan_all_gather
 from .lane import HostTransport, open_lane
 from .last_words import LastWords
 from .nccl import NcclEngine
 from .presence import Presence
+from .roll import Column, Roll, open_roll
 from .turns import Turns
 from .wire import Purpose, SizeCheck, Wire
 
@@ -76,9 +78,11 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     words = LastWords(store, f"{prefix}/{number}/failed", rank)
     presence = Presence(store, f"{prefix}/{number}", rank, len(members))
     turns = Turns(store, rank, len(members), words.heard)
-    place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence, turns)
-    wire: Wire = GlooWire(place, timeout_s)
+    place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence, turns, Roll(None, [rank], rank))
+    gloo = GlooWire(place, timeout_s)
     presence.look_around()
+    gloo.call_the_roll(open_roll(partial(gloo.gather_bytes, timeout_s), rank))
+    wire: Wire = gloo
     if dist.is_nccl_available() and torch.cuda.is_available():
         nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
         engine = NcclEngine(nccl_store, rank, len(members), timeout_s)
@@ -101,14 +105,20 @@ class _Place:
     words: LastWords
     presence: Presence
     turns: Turns
+    roll: Roll
 
-    def make_groups(self, timeout_s: float) -> dict[Purpose, _Gloo]:
-        """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting."""
+    def make_groups(self, timeout_s: float) -> tuple[dict[Purpose, _Gloo], int]:
+        """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting.
+
+        Returns:
+            The groups, and the slot for them on the roll.
+        """
         _drop_what_is_done()
         made: dict[Purpose, _Gloo] = {}
         purposes: tuple[Purpose, ...] = ("data", "sizes")
+        slot = self.roll.reserve() if self.rank == 0 else -1
         try:
-            with self.turns.turn(self.prefix, timeout_s):
+            with self.turns.turn(self.prefix, timeout_s, str(slot)) as told:
                 for purpose in purposes:
                     store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
                     wait = timedelta(seconds=timeout_s)
@@ -117,7 +127,7 @@ class _Place:
             if isinstance(error, TransportError) and not isinstance(error, TransportTimeout):
                 raise
             raise self.translate(error) from error
-        return made
+        return made, self.roll.slot(told)
 
     def translate(self, error: RuntimeError) -> TransportError:
         """Say who failed, or is gone, where gloo names an address at best. The first who finds out tells the others."""
@@ -154,8 +164,15 @@ class GlooWire:
     def __init__(self, place: _Place, timeout_s: float) -> None:
         self._place: _Place | None = place
         self._num_channels = 0
-        self._groups = place.make_groups(timeout_s)
+        self._groups, self._slot = place.make_groups(timeout_s)
+        self._columns = place.roll.columns(self._slot)
         self._under_way: list[_GlooTicket] = []
+
+    def call_the_roll(self, roll: Roll) -> None:
+        """Count on it from now on. Ranks have met by this wire before."""
+        assert self._place is not None, "it is new"
+        self._place = replace(self._place, roll=roll)
+        self._slot, self._columns = 0, roll.columns(0)
 
     def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _GlooTicket:
         """See `Wire.begin`."""
@@ -163,11 +180,20 @@ class GlooWire:
         group, place = self._groups.get(purpose), self._place
         if group is None or place is None:
             raise TransportClosed("another thread closed the channel")
-        ticket = _GlooTicket(exchange, group, place)
+        ticket = _GlooTicket(exchange, group, place, self._columns[purpose])
         self._under_way = [*(each for each in self._under_way if not each.work.is_completed()), ticket]
         if not self._groups:  # closed just now: `release` may not have seen the ticket
             _abandoned.append(([group], [ticket]))
         return ticket
+
+    def gather_bytes(self, timeout_s: float, mine: bytes, size: int) -> list[bytes]:
+        """Everybody's bytes, without zeros at their ends; collective, before the wire is a channel's."""
+        assert self._place is not None, "it is new"
+        block = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8).reshape(1, size)
+        exchange = plan_all_gather(self._place.rank, self._place.world_size, block, None, None)
+        if not self.begin(exchange, 0, "data").block(timeout_s):
+            raise TransportTimeout(f"rank {self._place.rank} waited {timeout_s:g} s for the others to connect")
+        return [bytes(row.numpy()).rstrip(b"\0") for row in exchange.out]
 
     def split(self, check_sizes: bool, timeout_s: float) -> GlooWire:
         """See `Wire.split`."""
@@ -185,7 +211,10 @@ class GlooWire:
         deadline at the latest, and a later channel is made or closed.
         """
         del reason
-        groups, self._groups, self._place = list(self._groups.values()), {}, None
+        place, groups = self._place, list(self._groups.values())
+        self._groups, self._place = {}, None
+        if place is not None and place.rank == 0:
+            place.roll.give_back(self._slot)
         _abandoned.append((groups, self._under_way))
         self._under_way = []
         del groups
@@ -199,8 +228,8 @@ class GlooWire:
 class _GlooTicket:
     """An all-to-all that gloo's own threads carry out."""
 
-    def __init__(self, exchange: Exchange, group: _Gloo, place: _Place) -> None:
-        self._place = place
+    def __init__(self, exchange: Exchange, group: _Gloo, place: _Place, column: Column) -> None:
+        self._place, self._column, self._done = place, column, False
         sent_bytes, received_bytes = exchange.sent_bytes.copy(), exchange.received_bytes.copy()
         sent_bytes[exchange.rank] = received_bytes[exchange.rank] = exchange.kept_bytes
         source, target = exchange.source, exchange.target
@@ -215,6 +244,7 @@ class _GlooTicket:
             )
         except RuntimeError as error:
             raise self._place.translate(error) from error
+        self._number = column.begin()
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -226,8 +256,12 @@ class _GlooTicket:
             self.work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError as error:
             if not self.work.is_completed():
+                self._column.look(time.monotonic())
                 return False
             self._raise_failure(error)
+        if not self._done:
+            self._done = True
+            self._column.finish()
         return True
 
     def _raise_failure(self, waited: RuntimeError) -> None:
@@ -237,8 +271,9 @@ class _GlooTicket:
         except RuntimeError as error:
             raise self._place.translate(error) from waited
 
-    def missing(self) -> None:
-        """Gloo does not tell."""
+    def missing(self) -> list[int] | None:
+        """See `Ticket.missing`. Gloo does not tell; what ranks of this host have counted does."""
+        return self._column.missing(self._number)
 
 
 def _drop_what_is_done() -> None:

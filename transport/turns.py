@@ -35,10 +35,10 @@ class Turns:
         self._deciding = threading.Lock()
 
     @contextmanager
-    def turn(self, name: str, timeout_s: float) -> Iterator[None]:
+    def turn(self, name: str, timeout_s: float, note: str) -> Iterator[str]:
         """Around what ranks do over the store together: when all have come, and no other name has its turn. Collective.
 
-        Whoever is late for one name keeps nobody from another.
+        Whoever is late for one name keeps nobody from another. Gives what rank 0 notes.
 
         Raises:
             TransportTimeout: Some rank has not come.
@@ -50,14 +50,14 @@ class Turns:
             self._store.set(f"{name}/all", "")
         if self._rank:
             self._await(name, "go", deadline, timeout_s)
-            yield
+            yield self._store.get(f"{name}/go").decode(errors="replace")
             return
         self._await(name, "all", deadline, timeout_s)
         if not self._deciding.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._timeout(name, timeout_s)
         try:
-            self._store.set(f"{name}/go", "")
-            yield
+            self._store.set(f"{name}/go", note)
+            yield note
         finally:
             self._deciding.release()
 

@@ -91,9 +91,12 @@ def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
         assert DEADLINE_S - 1 < seconds(text) < DEADLINE_S + 3
 
 
-@pytest.mark.parametrize("how", ["stop unchecked", "kill unchecked", "stop inside"])
-def test_channels_that_compare_no_sizes_name_the_missing_rank_under_mpi_too(how: str) -> None:
-    done = fail("mpi", how, recovery=how.startswith("kill"))
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [("mpi", "stop unchecked"), ("mpi", "kill unchecked"), ("mpi", "stop inside"), ("process_group", "stop inside")],
+)
+def test_waits_in_which_no_sizes_are_compared_name_the_missing_rank(backend: str, how: str) -> None:
+    done = fail(backend, how, recovery=how.startswith("kill"))
     texts = [reported(done, rank) for rank in (0, 2)]
     timeouts = [text for text in texts if text.startswith("TransportTimeout")]
     assert timeouts, done.explain()

@@ -28,10 +28,10 @@ SLACK_S = 20.0  # of a machine that is busy
 PLACE = r"(hello|stage I+ \(.*\)|agreement on the plan|embedding \w+), step \d+: "
 # Whoever hears of it late may see that another rank has ended too, if the store that would have told has gone with it.
 GONE = PLACE + r".*(gone|missing): ranks \[[02, ]*1[02, ]*\]"
-# A rank that waits for one that waits for the missing one names both; MPI does not tell where sizes are not compared.
-LATE = PLACE + r".*rank \d of 3 waited \d s.*(missing: ranks \[[012, ]*1[012, ]*\]|missing is not known)"
+# A rank that waits for one that waits for the missing one names both.
+LATE = PLACE + r".*rank \d of 3 waited \d s.*missing: ranks \[[012, ]*1[012, ]*\]"
 # Rank 0 serves the store in which others would find what was said first.
-FIRST_GONE = PLACE + r".*((gone|missing): ranks \[[12, ]*0[12, ]*\]|missing is not known)"
+FIRST_GONE = PLACE + r".*(gone|missing): ranks \[[12, ]*0[12, ]*\]"
 TOLD = r"PeerFailed: rank 1 failed at step 3: "
 QUICK = {
     "kill loader": GONE,

@@ -1,8 +1,8 @@
 """Who has come to which collective: counts in memory that the ranks of a host share (paper, section 3.3).
 
-MPI does not tell whom a collective waits for. So every rank counts what it begins and completes on each communicator,
-where the others of its host can read it; whoever has waited too long looks who is behind. Nothing is sent for it. Ranks
-of other hosts are not seen.
+Neither MPI nor gloo tells whom a collective waits for. So every rank counts what it begins and completes on each
+channel, where the others of its host can read it; whoever has waited too long looks who is behind. Nothing is sent for
+it. Ranks of other hosts are not seen.
 """
 
 from __future__ import annotations
@@ -53,13 +53,21 @@ class Roll:
         except IndexError:  # or another thread got it
             return -1
 
+    def slot(self, told: str) -> int:
+        """The slot that rank 0 told of; -1 for none, and for anything that is none of this roll."""
+        return (
+            int(told)
+            if self._segment is not None and told.isascii() and told.isdecimal() and int(told) < _SLOTS
+            else -1
+        )
+
     def give_back(self, slot: int) -> None:
         """It was not needed."""
         if slot >= 0:
             self._free.append(slot)
 
     def columns(self, slot: int) -> dict[Purpose, Column]:
-        """What this rank counts for a channel."""
+        """What this rank counts for a channel, from zero."""
         return {purpose: Column(self, slot, index) for index, purpose in enumerate(_PURPOSES)}
 
     def at(self, member: int, slot: int, index: int) -> int:
@@ -111,6 +119,8 @@ class Column:
         self._roll, self._slot, self._index = roll, slot, index
         self._at = roll.at_own(slot, index) if slot >= 0 else 0
         self._words = roll.words if slot >= 0 else memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("q")
+        for word in range(_WORDS):  # an earlier channel may have had the slot
+            self._words[self._at + word] = 0
 
     def begin(self) -> int:
         """Count a collective that was begun; returns its number."""

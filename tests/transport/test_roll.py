@@ -1,0 +1,143 @@
+"""Ranks of a host see in shared memory which of them a collective waits for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from freescale.transport.roll import Column, Roll, open_roll
+from freescale.transport.segment import FOLDER
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="there is no /dev/shm")
+
+DATA = 1  # index of the purpose
+# Rank 1: joins by what the parent gathers, then does what it is told.
+OTHER = """
+import sys, time
+from freescale.transport.roll import open_roll
+answers = iter([None, sys.argv[2].encode(), b"1"])
+def gather(mine, size):
+    theirs = next(answers)
+    return [mine if theirs is None else theirs, mine]
+column = open_roll(gather, 1).columns(3)["data"]
+for line in sys.stdin:
+    if line == "look\\n":
+        column.look(time.monotonic())
+    else:
+        getattr(column, line.strip())()
+    print("did", line.strip(), flush=True)
+"""
+
+
+class Pair:
+    """Rank 0 here, rank 1 in a process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self.name, self.seen = "", list[str]()
+        self.roll = open_roll(self._gather, 0)
+        self.column: Column = self.roll.columns(3)["data"]
+
+    def _gather(self, mine: bytes, size: int) -> list[bytes]:
+        assert len(mine) <= size
+        if mine.startswith(b"freescale-"):
+            self.name, self.seen = mine.decode(), os.listdir(FOLDER)
+            command = [sys.executable, "-c", OTHER, "", mine.decode()]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.tell("look")  # it has joined
+        return [mine, b"1" if mine == b"1" else mine]
+
+    def tell(self, what: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == f"did {what}\n"
+
+    def end(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate(timeout=10)
+
+    def missing(self, number: int) -> list[int] | None:
+        return self.roll.missing(3, DATA, number)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    try:
+        assert made.name in made.seen
+        assert made.name not in os.listdir(FOLDER), "nothing stays, however the ranks end"
+        yield made
+    finally:
+        made.end()
+
+
+def test_whoever_has_not_begun_is_missing_and_whoever_does_not_look_after_that(pair: Pair) -> None:
+    assert pair.column.begin() == 1
+    assert pair.column.missing(1) == [1], "it has not come"
+    pair.tell("begin")
+    pair.tell("look")
+    assert pair.column.missing(1) is None, "it waits too"
+    assert pair.column.missing(2) == [1]
+    time.sleep(1.2)
+    assert pair.column.missing(1) == [1], "it has come, and does nothing for it any more"
+    pair.tell("finish")
+    assert pair.column.missing(1) is None, "it is through"
+
+
+def test_a_rank_that_has_ended_is_missing_whatever_it_has_counted(pair: Pair) -> None:
+    pair.column.begin()
+    pair.tell("begin")
+    pair.tell("look")
+    assert pair.roll.gone() == []
+    pair.end()
+    assert pair.roll.gone() == [1]
+    assert pair.column.missing(1) == [1]
+
+
+def test_a_slot_that_an_earlier_channel_had_counts_from_zero(pair: Pair) -> None:
+    pair.column.begin()
+    pair.column.begin()
+    assert pair.roll.columns(3)["data"].begin() == 1
+
+
+def test_slots_come_back_and_when_none_is_left_nothing_is_counted(pair: Pair) -> None:
+    slots = [pair.roll.reserve() for _ in range(200)]
+    given = [slot for slot in slots if slot >= 0]
+    assert len(set(given)) == len(given) == 127, "and slot 0 is the first channel's"
+    assert set(slots[127:]) == {-1}
+    pair.roll.give_back(-1)
+    pair.roll.give_back(given[5])
+    assert [pair.roll.reserve(), pair.roll.reserve()] == [given[5], -1]
+    column = pair.roll.columns(-1)["sizes"]
+    assert [column.begin(), column.begin()] == [1, 2]
+    assert column.missing(2) is None
+
+
+@pytest.mark.parametrize("told", ["", "-1", "128", "99999999999999999999", "one", "٣", "1.0"])
+def test_what_is_no_slot_is_none(told: str, pair: Pair) -> None:
+    assert pair.roll.slot(told) == -1
+    assert pair.roll.slot("5") == 5
+
+
+def test_where_ranks_share_no_memory_nobody_is_missing_for_sure() -> None:
+    roll = Roll(None, [0], 0)
+    column = roll.columns(0)["data"]
+    assert column.missing(column.begin()) is None
+    assert (roll.gone(), roll.slot("5")) == ([], -1)
+
+
+def test_a_rank_of_another_host_is_not_looked_for(tmp_path: Path) -> None:
+    replies = iter([[b"here", b"there"], [b"", b""], [b"1", b"0"]])
+    roll = open_roll(lambda mine, size: next(replies), 0)
+    column = roll.columns(0)["data"]
+    assert column.missing(column.begin()) is None
