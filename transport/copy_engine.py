@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from .base import Transport
 from .copy_options import CopyOptions
 from .cuda_streams import CudaStreams, Streams, check_connections, check_installation
@@ -146,12 +144,10 @@ class CopyEngine:
         assert windows is not None, "it was opened just now"
         assert meetings is not None, "it was opened just now"
         deadline = time.monotonic() + self._timeout_s
-        sent, received = exchange.sent_bytes, exchange.received_bytes
-        large = np.maximum(sent, received) >= self._direct_from
-        peers: list[int] = []
-        if large.any():
-            peers = [peer for peer in self._in_order if large[peer]]
-            sent, received = np.where(large, 0, sent), np.where(large, 0, received)
+        sent, received = exchange.sent_bytes.tolist(), exchange.received_bytes.tolist()
+        peers = [peer for peer in self._in_order if max(sent[peer], received[peer]) >= self._direct_from]
+        for peer in peers:
+            sent[peer] = received[peer] = 0
         sends = bool(peers) or self._via == "segment"
         windows.streams.adopt(exchange, sends)
         mark = windows.enqueue(exchange, sent, received)

@@ -11,10 +11,11 @@ so the first looks for a fraction of that time whether the second comes, and the
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from .slots import has_reached, low
 
 RING = 64
 NUM_EXPORTS = 512
+_RECORD = struct.Struct("8q")
 _RECORD_WORDS = 8
 _EXPORT_WORDS = 1 + HANDLE_BYTES // 8
 _NUMBER, _SENT, _RECEIVED, _SOURCE, _SOURCE_AT, _TARGET, _TARGET_AT, _IS_STILL_HERE = range(8)
@@ -43,8 +45,7 @@ def book_bytes(num_members: int) -> int:
     return 8 * (num_members**2 * RING * _RECORD_WORDS + num_members * NUM_EXPORTS * _EXPORT_WORDS)
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """One exchange of one pair, as this rank sees it.
 
     Attributes:
@@ -56,7 +57,7 @@ class Meeting:
 
     peer: int
     number: int
-    theirs: list[int] | None
+    theirs: tuple[int, ...] | None
     both_here: bool = False
 
     @property
@@ -92,12 +93,15 @@ class Meetings:
     ) -> None:
         self._patience_s = patience_s
         self._rank, self._members = rank, list(members)
+        self._index = {peer: index for index, peer in enumerate(members)}
         self._streams, self._segment, self._flags = streams, segment, flags
-        self._me, self._n = self._members.index(rank), len(members)
+        self._me, self._n = self._index[rank], len(members)
         words: NDArray[np.int64] = segment.view(book_at, book_bytes(self._n)).view(np.int64)
-        num_records = self._n**2 * RING * _RECORD_WORDS
-        self._records = words[:num_records].reshape(self._n, self._n, RING, _RECORD_WORDS)
-        self._exports = words[num_records:].reshape(self._n, NUM_EXPORTS, _EXPORT_WORDS)
+        num_words = self._n**2 * RING * _RECORD_WORDS
+        # NumPy would take several times as long for so few words.
+        self._records = words[:num_words].view(np.uint8).data
+        self._record_words = self._records.cast("q")
+        self._exports = words[num_words:].reshape(self._n, NUM_EXPORTS, _EXPORT_WORDS)
         self._serials: dict[object, int] = {}
         self._opened: dict[tuple[int, int], int] = {}
         self._num_exports = 0
@@ -122,7 +126,7 @@ class Meetings:
             return []
         source, target = self._export(exchange.source), self._export(exchange.target)
         begun = [self._come(exchange, peer, source, target, deadline) for peer in peers]
-        self._look_for_seconds([meeting for meeting in begun if meeting.is_first], self._patience(exchange))
+        self._look_for_seconds([meeting for meeting in begun if meeting.is_first], self._patience(exchange, peers))
         meetings = [self._settle(exchange, meeting) for meeting in begun]
         for meeting in meetings:
             if meeting.is_first or meeting.both_here:
@@ -135,10 +139,10 @@ class Meetings:
                 self._pull(exchange, meeting)
         return meetings
 
-    def _patience(self, exchange: Exchange) -> float:
+    def _patience(self, exchange: Exchange, peers: Sequence[int]) -> float:
         if self._patience_s is not None:
             return self._patience_s
-        size = int(exchange.sent_bytes.sum() + exchange.received_bytes.sum())
+        size = sum(int(exchange.sent_bytes[peer]) + int(exchange.received_bytes[peer]) for peer in peers)
         patience_s = min(_MOST_PATIENCE_S, _PATIENCE * size / _BYTES_PER_S)
         return patience_s if patience_s > _LEAST_PATIENCE_S else 0.0
 
@@ -165,14 +169,14 @@ class Meetings:
     ) -> Meeting:
         number = self._next[peer]
         self._next[peer] = number + 1
-        other = self._members.index(peer)
-        mine, theirs = self._records[self._me, other, number % RING], self._records[other, self._me, number % RING]
+        mine, theirs = self._places(peer, number)
         self._await_room(theirs, number, peer, deadline)
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
         sent_at, received_at = source[1] + int(exchange.sent_at[peer]), target[1] + int(exchange.received_at[peer])
-        with self._lock(other):
-            mine[:] = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 1)
-            seen: list[int] = theirs.tolist()
+        record = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 1)
+        with self._lock(self._index[peer]):
+            _RECORD.pack_into(self._records, 8 * mine, *record)
+            seen = _RECORD.unpack_from(self._records, 8 * theirs)
         if seen[_NUMBER] != number + 1:
             return Meeting(peer, number, None)
         return Meeting(peer, number, seen, both_here=bool(seen[_IS_STILL_HERE]))
@@ -181,22 +185,22 @@ class Meetings:
         """Give those who come at the same time a moment to do so."""
         if meetings and patience_s:
             until = time.perf_counter() + patience_s
-            waited_for = [self._places(meeting)[1] for meeting in meetings]
-            numbers = [meeting.number + 1 for meeting in meetings]
+            waited_for = [(self._places(each.peer, each.number)[1] + _NUMBER, each.number + 1) for each in meetings]
+            words = self._record_words
             while time.perf_counter() < until:
-                if all(theirs[_NUMBER] == number for theirs, number in zip(waited_for, numbers, strict=True)):
+                if all(words[at] == number for at, number in waited_for):
                     break
 
     def _settle(self, exchange: Exchange, meeting: Meeting) -> Meeting:
         """Decide who copies, for both alike, and compare sizes."""
         peer, number = meeting.peer, meeting.number
         if meeting.is_first:
-            mine, theirs = self._places(meeting)
-            with self._lock(self._members.index(peer)):
-                if theirs[_NUMBER] != number + 1:
-                    mine[_IS_STILL_HERE] = 0
+            mine, theirs = self._places(peer, number)
+            with self._lock(self._index[peer]):
+                if self._record_words[theirs + _NUMBER] != number + 1:
+                    self._record_words[mine + _IS_STILL_HERE] = 0
                     return meeting
-                meeting = Meeting(peer, number, theirs.tolist(), both_here=True)
+                meeting = Meeting(peer, number, _RECORD.unpack_from(self._records, 8 * theirs), both_here=True)
         assert meeting.theirs is not None, "whoever is not the first has seen the other's record"
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
         if (sent, received) != (meeting.theirs[_RECEIVED], meeting.theirs[_SENT]):
@@ -206,18 +210,19 @@ class Meetings:
             )
         return meeting
 
-    def _places(self, meeting: Meeting) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where this rank's and the other's records of a meeting are."""
-        other, at = self._members.index(meeting.peer), meeting.number % RING
-        return self._records[self._me, other, at], self._records[other, self._me, at]
+    def _places(self, peer: int, number: int) -> tuple[int, int]:
+        """Where this rank's and the other's records of a meeting are, in words."""
+        other, at = self._index[peer], number % RING
+        mine, theirs = self._me * self._n + other, other * self._n + self._me
+        return (mine * RING + at) * _RECORD_WORDS, (theirs * RING + at) * _RECORD_WORDS
 
     def _lock(self, other: int) -> AbstractContextManager[None]:
         return self._segment.locked(min(self._me, other) * self._n + max(self._me, other))
 
-    def _await_room(self, theirs: NDArray[np.int64], number: int, peer: int, deadline: float) -> None:
+    def _await_room(self, theirs: int, number: int, peer: int, deadline: float) -> None:
         """A record serves again after RING meetings; before that, the peer must have seen it."""
         needed = number - RING + 1
-        while needed > self._first and theirs[_NUMBER] < needed:
+        while needed > self._first and self._record_words[theirs + _NUMBER] < needed:
             if time.monotonic() > deadline:
                 raise TransportTimeout(f"rank {peer} is {RING} exchanges behind rank {self._rank}")
             time.sleep(_NAP_S)
@@ -228,7 +233,7 @@ class Meetings:
         assert theirs is not None, "only who knows where to copies"
         sent = int(exchange.sent_bytes[peer])
         if sent:
-            to = self._open(self._members.index(peer), theirs[_TARGET]) + theirs[_TARGET_AT]
+            to = self._open(self._index[peer], theirs[_TARGET]) + theirs[_TARGET_AT]
             self._await_ready(SEND, meeting)
             streams.copy(SEND, to, exchange.source.data_ptr() + int(exchange.sent_at[peer]), sent)
         self._write(SEND, _PUSHED, meeting)
@@ -239,7 +244,7 @@ class Meetings:
         assert theirs is not None, "only who knows where from copies"
         received = int(exchange.received_bytes[peer])
         if received:
-            origin = self._open(self._members.index(peer), theirs[_SOURCE]) + theirs[_SOURCE_AT]
+            origin = self._open(self._index[peer], theirs[_SOURCE]) + theirs[_SOURCE_AT]
             self._await_ready(RECEIVE, meeting)
             streams.copy(RECEIVE, exchange.target.data_ptr() + int(exchange.received_at[peer]), origin, received)
         self._write(RECEIVE, _PULLED, meeting)
@@ -291,4 +296,4 @@ class Meetings:
         self._streams.write(stream, self._flags + self._at(flag, self._rank, meeting.peer), meeting.number + 1)
 
     def _at(self, flag: int, writer: int, other: int) -> int:
-        return self._segment.meeting(flag, self._members.index(writer), self._members.index(other))
+        return self._segment.meeting(flag, self._index[writer], self._index[other])

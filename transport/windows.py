@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .cuda_streams import RECEIVE, Streams
 from .exchange import Exchange
 from .segment import Segment
@@ -70,7 +67,7 @@ class Windows:
             self.segment.write(self._arrived_at(self.rank, peer), low(first))
             self.segment.write(self._consumed_at(peer, self.rank), low(first))
 
-    def enqueue(self, exchange: Exchange, sent: NDArray[np.int64], received: NDArray[np.int64]) -> Mark:
+    def enqueue(self, exchange: Exchange, sent: Sequence[int], received: Sequence[int]) -> Mark:
         """Enqueue copies of an exchange that the streams have adopted, and this rank's own piece. Waits for no peer.
 
         Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
@@ -78,21 +75,22 @@ class Windows:
 
         Args:
             exchange: The exchange.
-            sent: Bytes for each rank that go through slots. Shape [world_size], int64.
-            received: Bytes from each rank that come through slots. Shape [world_size], int64.
+            sent: Bytes for each rank that go through slots. Length world_size.
+            received: Bytes from each rank that come through slots. Length world_size.
         """
         from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
         sent_at, received_at = exchange.sent_at.tolist(), exchange.received_at.tolist()
         if exchange.kept_bytes:
             target, source = to_here + received_at[self.rank], from_here + sent_at[self.rank]
             self.streams.copy(RECEIVE, target, source, exchange.kept_bytes)
-        sends = in_rounds(self.rank, self.members, sent.tolist(), self.slot_bytes, sends=True)
-        receives = in_rounds(self.rank, self.members, received.tolist(), self.slot_bytes, sends=False)
-        for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
-            for chunk in outgoing:
-                self._send(chunk.peer, from_here + sent_at[chunk.peer] + chunk.start, chunk.size)
-            for chunk in incoming:
-                self._receive(chunk.peer, to_here + received_at[chunk.peer] + chunk.start, chunk.size)
+        if any(sent) or any(received):
+            sends = in_rounds(self.rank, self.members, sent, self.slot_bytes, sends=True)
+            receives = in_rounds(self.rank, self.members, received, self.slot_bytes, sends=False)
+            for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
+                for chunk in outgoing:
+                    self._send(chunk.peer, from_here + sent_at[chunk.peer] + chunk.start, chunk.size)
+                for chunk in incoming:
+                    self._receive(chunk.peer, to_here + received_at[chunk.peer] + chunk.start, chunk.size)
         return Mark(self._sent.copy(), self._received.copy())
 
     def _send(self, peer: int, source: int, size: int) -> None:
