@@ -37,6 +37,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FIRST = np.zeros(1, np.int64)
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
+# As `ctypes.string_at`, without its Python wrapper.
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 # Without the methods' Python wrappers.
 _sum, _most, _any, _accumulate = np.add.reduce, np.maximum.reduce, np.logical_or.reduce, np.add.accumulate
 
@@ -94,7 +98,7 @@ class Sections:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
         for address, size in zip(self._at, _sum(self.sizes, axis=1).tolist(), strict=True):
-            checksum = zlib.crc32(ctypes.string_at(address, min(size, _FINGERPRINT_BYTES)), checksum)
+            checksum = zlib.crc32(_bytes_at(address, min(size, _FINGERPRINT_BYTES)), checksum)
         return checksum
 
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:

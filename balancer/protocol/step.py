@@ -51,7 +51,7 @@ class LocalBatch:
         return 0 if self.sections is None else self.sections.fingerprint()
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, nor is `Outcome`: that would be a call a field
 class Posted:
     """Messages that are on the way.
 
@@ -64,7 +64,7 @@ class Posted:
     work: Pending
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """How a step ended: with a batch, or, without one, with the end of the data.
 
