@@ -114,14 +114,18 @@ def _measure(options: argparse.Namespace, num_ranks: int) -> dict[str, Any]:
 
 def _steps(found: dict[str, Any]) -> Table:
     ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
-    table = Table(f"{ranks}, {found['rounds']:,} rounds a step", ["", "median ms", "quarter below", "quarter above"])
+    table = Table(
+        f"{ranks}, {found['rounds']:,} rounds a step", ["", "median ms", "quarter below", "quarter above", "sleeps"]
+    )
     for label, name in (
         ("loop beside the idle id plane", "idle"),
         ("loop beside the working id plane", "beside"),
         ("waited for plans", "waited"),
     ):
         low, middle, high = statistics.quantiles([step for block in found[name] for step in block], n=4)
-        table.add(label, f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}")
+        sleeps = [each for block in found.get(f"{name}_sleeps", []) for each in block]
+        slept = f"{statistics.mean(sleeps):.1f}" if sleeps else ""
+        table.add(label, f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}", slept)
     return table
 
 

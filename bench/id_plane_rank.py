@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -105,7 +106,8 @@ def measure(settings: Settings, transport: Transport, cores: list[int]) -> dict[
         cores: The first is for the loop.
 
     Returns:
-        Milliseconds of every step's loop, by block: "idle", "beside", and "waited" for plans in the latter; CPU
+        Milliseconds of every step's loop, by block: "idle", "beside", and "waited" for plans in the latter; how often
+        the loop's thread slept in them ("idle_sleeps", "beside_sleeps"), since another had the interpreter; CPU
         milliseconds that each thread of the id plane took a step ("threads"); calls that Python made in each for a
         batch ("calls"); the rounds of the loop ("rounds") and the ids of a batch ("ids"). Other ranks: nothing.
     """
@@ -113,7 +115,8 @@ def measure(settings: Settings, transport: Transport, cores: list[int]) -> dict[
     if leads:  # the threads have begun, with the other cores
         os.sched_setaffinity(0, cores[:1])
     rounds = operations_for(settings.step_ms) if leads else 0
-    found: dict[str, Any] = {"rounds": rounds, "ids": plane.num_ids, "idle": [], "beside": [], "waited": []}
+    kinds: tuple[str, ...] = ("idle", "beside", "waited", "idle_sleeps", "beside_sleeps")
+    found: dict[str, Any] = {"rounds": rounds, "ids": plane.num_ids} | {kind: [] for kind in kinds}
     threads: Counter[str] = Counter()
     for block in range(settings.num_blocks + 1):
         time.sleep(_SETTLE_S)
@@ -126,8 +129,10 @@ def measure(settings: Settings, transport: Transport, cores: list[int]) -> dict[
             waited.append(1e3 * (time.perf_counter() - started))
             beside.append(_timed(rounds))
         if block:  # the one before warms up
-            for name, kind in (("idle", idle), ("beside", beside), ("waited", waited)):
-                found[name].append(kind)
+            steps = [step for step, _ in idle], [step for step, _ in beside], waited
+            sleeps = [each for _, each in idle], [each for _, each in beside]
+            for kind, values in zip(kinds, (*steps, *sleeps), strict=True):
+                found[kind].append(values)
             threads.update({name: 1e3 * (spent - before[name]) for name, spent in _cpu_of_threads().items()})
     found["threads"] = {name: spent / settings.num_blocks / settings.block_steps for name, spent in threads.items()}
     plane.close()
@@ -171,10 +176,12 @@ def _stage(name: str) -> str:
     return name.removeprefix(_THREAD)
 
 
-def _timed(rounds: int) -> float:
-    started = time.perf_counter()
+def _timed(rounds: int) -> tuple[float, int]:
+    """Milliseconds of the loop, and how often its thread slept: it waits for nothing but the interpreter."""
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     launch_bound(rounds)
-    return 1e3 * (time.perf_counter() - started)
+    took, after = 1e3 * (time.perf_counter() - started), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return took, after - before
 
 
 def main() -> None:

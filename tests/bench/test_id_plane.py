@@ -18,7 +18,7 @@ def test_the_cost_of_the_id_plane_is_measured_in_turn(tmp_path: Path, capsys: py
     assert id_plane.main([*few, "--json", str(measurements), "--results", str(tmp_path)]) == 0
     (found,) = json.loads(measurements.read_text())["runs"]
     assert found["ids"] > 128
-    for name in ("idle", "beside", "waited"):
+    for name in ("idle", "beside", "waited", "idle_sleeps", "beside_sleeps"):
         assert [len(block) for block in found[name]] == [6, 6], name
     assert set(found["threads"]) == set(found["calls"]) == {"ask", "talk", "index"}
     assert sum(found["threads"].values()) > 0
