@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,12 +67,13 @@ class Part:
     simulated: bool = False
 
 
-def parts_for(machine: Machine, folder: Path) -> list[Part]:
+def parts_for(machine: Machine, folder: Path, only: Collection[str] | None = None) -> list[Part]:
     """The parts of a report, those that this machine cannot run among them.
 
     Args:
         machine: What there is.
         folder: Where the report is made; parts read each other's files from it.
+        only: Names of those that will run; None: all that can. Files of the others are not read.
     """
     gpu, quick = machine.num_gpus > 0, machine.quick
     few = "2 GPUs" if machine.num_gpus < 2 else ""
@@ -83,10 +85,13 @@ def parts_for(machine: Machine, folder: Path) -> list[Part]:
     of_steps = ("embedding", "end_to_end")
     here = [folder / f"{name}.json" for name in of_steps]
     before = [path for name in of_steps if (path := newest(EARLIER[name])) is not None]
-    measured = here if machine.num_gpus >= 2 else before  # what needs two GPUs was measured earlier
+    runs = [name for name in ("virtual_ranks", *of_steps) if only is None or name in only]
+    both = machine.num_gpus >= 2 and set(of_steps) <= set(runs)
+    measured = here if both else before  # what needs two GPUs was measured earlier
     check = ("--check", *map(str, measured)) if measured else ()
     # without a GPU here, what was measured on one earlier serves better than this machine's own computing
-    compute = ("--compute", str(folder / "virtual_ranks.json")) if gpu or not newest(COMPUTE_PATTERN) else ()
+    fitted = "virtual_ranks" in runs and (gpu or not newest(COMPUTE_PATTERN))
+    compute = ("--compute", str(folder / "virtual_ranks.json")) if fitted else ()
     known = ("--data", machine.data) if machine.data else ()
     parts = [
         Part("inspect", "What would it bring on these data?", "Figures 2 and 3, by lengths and ids alone", data,

@@ -93,6 +93,8 @@ def test_parts_fit_the_machine(tmp_path: Path) -> None:
     assert one["end_to_end"].arguments[2:4] == ("--ranks", "1")
     assert one["embedding"].lacks == "2 GPUs"
     assert one["simulate"].arguments[1] == str(tmp_path / "virtual_ranks.json")
+    some = {part.name: part for part in parts_for(Machine(2), tmp_path, ["simulate", "end_to_end"])}
+    assert str(tmp_path) not in " ".join(some["simulate"].arguments), "of what does not run no file is read"
     two = {part.name: part for part in parts_for(Machine(2, "data.parquet:uih"), tmp_path)}
     assert not any(part.lacks for part in two.values())
     assert two["inspect"].arguments == ("data.parquet:uih",)
