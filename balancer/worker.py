@@ -233,6 +233,8 @@ class Worker:
                 batches.close()
         except BaseException as caught:
             error = error or caught
+        finally:  # an error keeps this frame, and on some Pythons a closed generator keeps the user's iterator
+            del batches
         self._ended = True
         self.queue.put(End(error, state))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 import weakref
+from types import GeneratorType
 
 import pytest
 import torch
 
-from freescale.balancer import WorldSamples, balance
+from freescale.balancer import WorldSamples, balance, worker
 from freescale.balancer.worker import Worker
 from freescale.transport import connect
 
@@ -48,3 +50,19 @@ def test_tensors_of_planning_are_freed_by_whoever_takes_the_batch() -> None:
     for number in range(1, 5):
         next(iterator)
         assert freed_by == [threading.current_thread().name] * number
+
+
+def test_an_error_that_somebody_keeps_does_not_keep_the_users_iterator() -> None:
+    """On Pythons on which a closed generator keeps it: it may be that of a DataLoader, with processes and threads."""
+
+    def plan(world: WorldSamples) -> torch.Tensor:
+        raise RuntimeError("on fire")
+
+    batches = [{"x": torch.ones(2), "length": torch.tensor([3, 5])}] * 3
+    with pytest.raises(RuntimeError, match="on fire") as kept:
+        next(iter(balance(batches, connect("local"), "length", plan)))
+    errors: list[BaseException | None] = [kept.value, kept.value.__cause__, kept.value.__context__]
+    traces = [traceback.walk_tb(error.__traceback__) for error in errors if error is not None]
+    frames = [frame for trace in traces for frame, _ in trace if frame.f_code.co_filename == worker.__file__]
+    assert any(frame.f_code.co_name == "_epoch_steps" for frame in frames), "an error comes out of the thread's own"
+    assert not any(isinstance(value, GeneratorType) for frame in frames for value in frame.f_locals.values())

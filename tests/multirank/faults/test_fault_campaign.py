@@ -127,7 +127,8 @@ def check(trouble: str, message: str, ended: Ended) -> None:
     victim = rank_in_trouble(trouble)
     for rank in {0, 1, 2} - {victim}:
         assert re.search(message, ended.said[rank], re.DOTALL), ended.explain()
-        assert ended.codes[rank] == (-2 if everybody else 0), ended.explain()
+        # Some installations of Python end with status 1 after Ctrl-C, not by the signal.
+        assert ended.codes[rank] in ((-2, 1) if everybody else (0,)), ended.explain()
         assert everybody or "threads left: []" in ended.said[rank], ended.explain()
         found = re.search(r"\| after ([\d.]+) s", ended.said[rank])
         assert found is None or float(found[1]) < DEADLINE_S + SLACK_S, ended.explain()
