@@ -36,7 +36,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
                 )
     most = max(runs, key=lambda run: sum(each["world_size"] * each["batches"] for each in run["outcomes"]))
     commands = "; ".join(run["environment"]["command"] for run in runs)
-    about = runs[0] | {"environment": runs[-1]["environment"] | {"command": commands}, "fit": most["fit"]}
+    about = runs[-1] | {"environment": runs[-1]["environment"] | {"command": commands}, "fit": most["fit"]}
     return about, pooled([Outcome(**each) for run in runs for each in run["outcomes"]])
 
 
