@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def status_of(command: Callable[[], int | None]) -> int:
@@ -39,6 +42,39 @@ def at_least_one(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return value
+
+
+def over_zero(text: str) -> float:
+    """Read a number over 0, as `type=`.
+
+    Raises:
+        argparse.ArgumentTypeError: Not a number over 0.
+
+    Example:
+        >>> over_zero("1.5")
+        1.5
+    """
+    if not (value := _number(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be a number over 0, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read how long something may take, as `type=`; "inf" is no limit.
+
+    Raises:
+        argparse.ArgumentTypeError: Not a number of at least 0.
+    """
+    if not (value := _number(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def file_and_column(text: str) -> tuple[str, str]:
@@ -73,6 +109,17 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")
     return path
+
+
+def picture_file(text: str) -> Path:
+    """As `output_file`, for pictures: the ending names the format.
+
+    Raises:
+        argparse.ArgumentTypeError: The file cannot be written there, or has another ending than these.
+    """
+    if Path(text).suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"must end with one of {', '.join(_PICTURES)}, got {text!r}")
+    return output_file(text)
 
 
 def output_folder(text: str) -> Path:

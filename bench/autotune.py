@@ -19,7 +19,7 @@ from ..balancer.partitioners.cost import CostModel
 from ..balancer.partitioners.partition import greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples
-from .arguments import output_file, output_folder, status_of, write_figures
+from .arguments import output_file, output_folder, picture_file, status_of, write_figures
 from .environment import environment
 from .lengths import length_source
 from .tables import Table, picture_beside, print_table, write_result
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--slowness", type=float, default=1.3, help="of one rank (default 1.3)")
     add("--seed", type=int, default=0, help="of the noise (default 0)")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw how even times become (needs matplotlib)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw how even times become (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
     if options.steps < 101 or options.slowness <= 0 or min(options.delays) < 0:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .collision_ratio import Collisions, collisions
 from .environment import environment
 from .id_source import IdSource, id_source
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=at_least_one, nargs="+", default=[4, 2, 8, 16], help="ranks")
     add("--pairs", type=at_least_one, default=4, help="pairs of consecutive batches at most (default 4)")
     add("--seed", type=int, help="shuffle a file's samples with it (default: the order of the file), draw ids with it")
-    add("--plot", type=output_file, metavar="FILE", help="draw the ratios, as in Figure 3")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the ratios, as in Figure 3")
     add("--json", type=output_file, metavar="FILE", help="write all counts to a file")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, picture_file
 from .demo_data import checked_metadata, choose_columns, in_row_groups
 from .demo_rank import Settings
 from .demo_report import (
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--columns", metavar="A,B,…", help="columns to read (default: all that can be)")
     add("--output", type=Path, default=Path("out"), metavar="DIR", help="for pictures and data (default ./out)")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the timelines there (default demo.png in --output)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw the timelines there (default demo.png in --output)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     add("--seed", type=int, default=0, help="of generated data and weights (default 0)")
     return parser

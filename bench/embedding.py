@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, input_files, output_file, output_folder, write_figures
+from .arguments import at_least_one, input_files, output_file, output_folder, picture_file, seconds, write_figures
 from .embedding_launches import Launcher, read_traces, run_all
 from .embedding_report import LEGEND, Report, faults, found_checks, notes, tables
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
@@ -123,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
     add("--memory-steps", type=int, default=0, help="watch memory over so many steps (default 0)")
     add("--unchecked", action="store_true", help="neither compare weights nor look for waits: after a run that did")
-    add("--limit-s", "--seconds", type=float, default=1e5, metavar="S", help="start no measurement after S seconds")
+    add("--limit-s", "--seconds", type=seconds, default=1e5, metavar="S", help="start no measurement after S seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
-    add("--plot", type=output_file, metavar="FILE", help="draw exposed traffic, as in Figure 9")
+    add("--plot", type=picture_file, metavar="FILE", help="draw exposed traffic, as in Figure 9")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
     add("--read", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing: report on what --json wrote")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")

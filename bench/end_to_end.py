@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, input_files, output_file, output_folder, write_figures
+from .arguments import at_least_one, input_files, output_file, output_folder, picture_file, seconds, write_figures
 from .embedding_launches import Launcher, read_traces, run_all
 from .embedding_settings import LINKS, Sizes
 from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verdicts
@@ -104,9 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--timed", type=at_least_one, default=12, help="steps of each measurement (default 12)")
     add("--traced", type=int, default=7, help="steps under the profiler (default 7; 0: none)")
     add("--all-threads", action="store_true", help="traces show the balancer's thread too, and cost more")
-    add("--limit-s", "--seconds", type=float, default=1e5, metavar="S", help="start no measurement after S seconds")
+    add("--limit-s", "--seconds", type=seconds, default=1e5, metavar="S", help="start no measurement after S seconds")
     add("--keep-traces", type=Path, metavar="FOLDER", help="keep rank 0's traces")
-    add("--plot", type=output_file, metavar="FILE", help="draw where the time of a step goes, as in Figure 11")
+    add("--plot", type=picture_file, metavar="FILE", help="draw where the time of a step goes, as in Figure 11")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
     add("--read", type=Path, nargs="+", default=[], metavar="FILE", help="measure nothing: report on what --json wrote")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")

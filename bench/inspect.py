@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file, status_of, write_figures
+from .arguments import at_least_one, output_file, picture_file, status_of, write_figures
 from .environment import environment
 from .histories import Histories, read_histories
 from .inspection import Finding, inspect_histories
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=count, default=8, metavar="N", help="global batches to look at, at most (default 8)")
     add("--shuffle", action="store_true", help="draw rows at random, as a shuffling DataLoader; else in file order")
     add("--seed", type=int, default=0, help="of --shuffle (default 0)")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw it (needs matplotlib)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw it (needs matplotlib)")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     return parser
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from .arguments import output_file, output_folder, status_of
+from .arguments import at_least_one, output_file, output_folder, picture_file, seconds, status_of
 from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
 from .kernel_cases import ways as ways_of
 from .kernel_report import Outcome, Report, read_outcomes
@@ -119,7 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--operation", nargs="+", choices=every, default=every, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
     add("--lengths", nargs="+", choices=("long", *LENGTHS), help="default: all; on a GPU all but short, of 10 rows")
-    add("--world-size", type=int, nargs="+", metavar="N", help="ranks of 16 samples (default 8 to 1024; CPU 8 to 128)")
+    add(
+        "--world-size",
+        type=at_least_one,
+        nargs="+",
+        metavar="N",
+        help="ranks of 16 samples (default 8 to 1024; CPU 8 to 128)",
+    )
     add("--all", action="store_true", help="every world size for every kind of lengths, not for uniform ones alone")
     add("--quick", action="store_true", help="few world sizes, int64 and fp32x128 rows, uniform and giant lengths")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
@@ -127,10 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-fbgemm", action="store_true", help="as if FBGEMM were not installed")
     add("--resume", type=Path, metavar="FILE", help="take what a --json FILE holds as measured, if it is there")
     limit = parser.add_mutually_exclusive_group().add_argument
-    limit("--limit-s", type=float, default=math.inf, metavar="S", help="start no case later (default: no limit)")
+    limit("--limit-s", type=seconds, default=math.inf, metavar="S", help="start no case later (default: no limit)")
     limit("--minutes", type=_minutes, dest="limit_s", metavar="M", help="the same in minutes")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw time over world size, as the paper's Figure 7")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 
@@ -140,7 +146,7 @@ def _default_lengths(device: str) -> list[str]:
 
 
 def _minutes(text: str) -> float:
-    return 60 * float(text)
+    return 60 * seconds(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -159,6 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, console: Console) -> None:
     if options.plot is not None:
         from .kernel_plot import draw  # before the work, so that a missing library shows at once
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, there is none")
     if options.device == "cpu":
         torch.set_num_threads(1)
     earlier = [] if options.resume is None or not options.resume.exists() else read_outcomes(options.resume)

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, over_zero
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=at_least_one, nargs="+", default=[1, 2], help="numbers of ranks, one after the other (1 2)")
     add("--batch-size", type=at_least_one, default=64, help="samples a rank loads in a step (default 64)")
-    add("--step-ms", type=float, default=50.0, help="what a step of the loop takes by itself (default 50)")
+    add("--step-ms", type=over_zero, default=50.0, help="what a step of the loop takes by itself (default 50)")
     add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
     add("--blocks", type=at_least_one, default=30, help="blocks of either kind (default 30)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="default mpi")

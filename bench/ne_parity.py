@@ -13,11 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, picture_file
 from .demo_data import choose_columns
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch, tracebacks
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--uih", help="column of the history (default: guessed, as by bench.demo)")
     add("--label", help="column of the label (default: guessed)")
     add("--candidates", help="column of the candidates (default: guessed)")
-    add("--plot", type=output_file, metavar="FILE", help="draw the curves")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the curves")
     add("--json", type=output_file, metavar="FILE", help="write everything measured to a file")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file and picture")
     return parser
@@ -102,7 +103,10 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
     Raises:
         ValueError: The file has no history or no label.
     """
-    roles = infer_roles(options.data, options.uih, options.candidates, options.label)
+    try:
+        roles = infer_roles(options.data, options.uih, options.candidates, options.label)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"cannot read {options.data}: {str(error).splitlines()[0]}") from error
     if roles.label is None:
         raise ValueError(f"{options.data} has no label that a click rate could be told of; name its column by --label")
     roles, columns = choose_columns(options.data, roles, None, lambda line: console.print(line, markup=False))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..balancer.batches.batch import Column, JaggedBatch
 from ..balancer.protocol.payload import Sections, message_bytes, pack
 from ..balancer.protocol.schema import Schema
-from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .environment import environment
 from .tables import Table, picture_beside, print_table, write_result
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=at_least_one, default=25, help="times each is done (default 25)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and destinations (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw the rates (needs matplotlib)")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw the rates (needs matplotlib)")
     parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
     return status_of(lambda: _run(options, Console()))

@@ -21,7 +21,7 @@ from ..balancer.partitioners.constraints import grouped
 from ..balancer.partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
 from ..balancer.partitioners.variable import VariableBatchSize
 from ..balancer.plan import Partitioner, WorldSamples, validate_plan
-from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .environment import environment
 from .karmarkar_karp import karmarkar_karp, karmarkar_karp_equal
 from .lengths import DISTRIBUTIONS, Lengths, length_source
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the draw of lengths (default 0)")
     add("--no-reference", action="store_true", help="leave out Karmarkar-Karp, which is slow")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw imbalance and plan time (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 

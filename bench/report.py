@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .arguments import status_of
+from .arguments import seconds, status_of
 from .compute_fit import RESULTS
 from .environment import environment
 from .report_claims import claims
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=Path("out/report"), metavar="FOLDER", help="default out/report")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; the others only by earlier results")
     parser.add_argument("--quick", action="store_true", help="a few minutes in all")
-    parser.add_argument("--limit-s", type=float, default=1e5, metavar="S", help="start no part after S seconds")
+    parser.add_argument("--limit-s", type=seconds, default=1e5, metavar="S", help="start no part after S seconds")
     return parser
 
 
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder: Path = options.output
     folder.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parts = chosen(parts_for(Machine(gpus, options.data, options.quick), folder), options.only)
+    parts = chosen(parts_for(Machine(gpus, options.data, options.quick), folder, options.only), options.only)
     done = []
     started, page = time.monotonic(), folder / "index.html"
     for part in parts:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .compute_fit import COMPUTE_PATTERN, RESULTS, ComputeFit
 from .environment import environment
 from .simulate_check import compare
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         help="draw two steps of the smallest run, with and without",
     )
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 

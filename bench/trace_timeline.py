@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,10 +176,13 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read what `torch.profiler.profile.export_chrome_trace` wrote, also when compressed (`.gz`)."""
-    content = path.read_bytes()
-    events: list[Event] = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
+    """Read what `torch.profiler.profile.export_chrome_trace` wrote, also compressed (`.gz`), or raise ValueError."""
+    try:
+        content = path.read_bytes()
+        found = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        return [event for event in found["traceEvents"] if event.get("ph") == "X"]
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
 
 
 def step_times(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .arguments import output_file, output_folder, status_of
+from .arguments import output_file, output_folder, picture_file, seconds, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
@@ -64,11 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         help="thread blocks to sweep NCCL over",
     )
     add("--steps", type=int, metavar="K", default=6, help="timed steps of each workload (default 6)")
-    add("--limit-s", type=float, metavar="S", default=600.0, help="begin no measurement after so many seconds")
+    add("--limit-s", type=seconds, metavar="S", default=600.0, help="begin no measurement after so many seconds")
     add("--quick", action="store_true", help="two sequence lengths, one width, few sizes")
     add("--no-contention", action="store_true", help="latency and bandwidth alone")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw slowdowns, as the paper's Figure 10")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw slowdowns, as the paper's Figure 10")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, status_of
+from .arguments import at_least_one, output_file, output_folder, seconds, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .tables import Table, print_table, write_result
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=at_least_one, nargs="+", metavar="N", default=[2, 4], help="one after the other (2 4)")
     add("--sizes", type=at_least_one, nargs="+", metavar="BYTES", default=_SIZES, help="default: 8 bytes to 256 MiB")
     add("--rounds", type=at_least_one, metavar="K", default=7, help="turns of each way (default 7)")
-    add("--limit-s", type=float, metavar="S", default=60.0, help="begin no size after so many seconds of one launch")
+    add("--limit-s", type=seconds, metavar="S", default=60.0, help="begin no size after so many seconds of one launch")
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser

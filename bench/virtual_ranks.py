@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
+from .arguments import at_least_one, output_file, output_folder, picture_file, seconds, status_of, write_figures
 from .compute_fit import ComputeFit
 from .environment import environment
 from .lengths import length_source
@@ -75,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=count, metavar="N", help="attention heads of the model")
     add("--layers", type=count, metavar="N", help="layers of the model (default 1: more take longer alike)")
     limit = "begin no point that would end later (default 120)"
-    add("--limit-s", "--budget-s", type=float, default=120.0, metavar="S", help=limit)
+    add("--limit-s", "--budget-s", type=seconds, default=120.0, metavar="S", help=limit)
     add("--seed", type=int, default=0, help="of lengths, ids and weights (default 0)")
     add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing: put together what --json wrote")
     add("--json", type=output_file, metavar="FILE", help="write all figures, and the fit that bench.simulate reads")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
+    add("--plot", type=picture_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
     return parser
 

@@ -53,8 +53,12 @@ MISTAKES = [
     ("inspect", ["{data}:nothing"], "it has"),
     ("inspect", ["{data}:page", "--batch-size", "1000000"], "must be at most 4,000,000 samples"),
     ("kernels", ["--operation", "sort"], "invalid choice: 'sort'"),
+    ("kernels", ["--world-size", "0"], "must be an integer of at least 1, got '0'"),
+    ("kernels", ["--limit-s", "-1"], "--limit-s: must be a number of seconds, got '-1'"),
+    ("loader_overhead", ["--step-ms", "0"], "--step-ms: must be a number over 0, got '0'"),
     ("loader_overhead", ["--blocks", "0"], "must be an integer of at least 1, got '0'"),
     ("ne_parity", ["--data", "{missing}.parquet"], "missing.parquet"),
+    ("ne_parity", ["--data", "{list}"], "cannot read {list}: Parquet"),
     ("packing", ["--mean", "-1"], "must be an integer of at least 1, got '-1'"),
     ("partition", ["--lengths", "{missing}"], "missing"),
     ("partition", ["--partitioner", "nothing_here:at_all"], "nothing_here"),
@@ -62,6 +66,9 @@ MISTAKES = [
     ("simulate", ["--compute", "{missing}.json"], "missing.json"),
     ("soak", ["--ranks", "0"], "'0'"),
     ("straggler_trace", ["{missing}.json"], "missing.json"),
+    ("straggler_trace", ["{list}"], "list.json is no trace of torch.profiler: TypeError"),
+    ("trace_report", ["{data}"], "data.parquet is no trace of torch.profiler: UnicodeDecodeError"),
+    ("trace_report", ["{object}"], "object.json is no trace of torch.profiler: KeyError: 'traceEvents'"),
     ("trace_report", ["{missing}.json"], "missing.json"),
     ("transport", ["--sizes", "many"], "invalid int value: 'many'"),
     ("transport_host", ["--ranks", "1"], "--ranks must be at least 2, got 1"),
@@ -102,11 +109,22 @@ def test_a_mistake_ends_with_status_2_and_one_line_that_says_what(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"page": [[1], [2, 3]]}), tmp_path / "data.parquet")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "object.json").write_text("{}")
     places = {"missing": tmp_path / "missing", "data": tmp_path / "data.parquet"}
+    places |= {"list": tmp_path / "list.json", "object": tmp_path / "object.json"}
     assert run(command, [each.format(**places) for each in arguments]) == 2
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert "error: " in last
-    assert message in last
+    assert message.format(**places) in last
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - WITHOUT_PLOT))
+def test_an_ending_that_is_no_picture_is_a_mistake_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, ["--plot", str(tmp_path / "seen.xyz")]) == 2
+    assert "--plot: must end with one of .png, .svg, .pdf, .jpg, .webp, got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - READ_ONLY))
