@@ -11,6 +11,8 @@ place, and then all rows are on their way at once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,13 +22,39 @@ from .find_ranges import search_first
 from .launch import Words, launch
 from .ranges import Ranges, row_of
 
-PIECE_ROWS = 1024  # rows that a program copies at a time
-PIECES = {4: 2, 8: 1}  # that it copies one after the other, with one search, by the size of the narrowest row
 STEP = 2  # ranges that a walk looks at together
-WAYS = 128  # probes of one search step
-GUESS = False
+MANY_BYTES = 12 * 2**20  # from which on programs copy several pieces
 _WORDS = {4: tl.int32, 8: tl.int64}
 _REACH = 2**31 - 2**16  # rows that 32 bits number, with room for a program's rows
+
+
+class Layout(NamedTuple):
+    """How the work is divided.
+
+    Attributes:
+        piece_rows: Rows that a program copies at a time.
+        pieces: How many of them it copies one after the other, with one search.
+        num_warps: Warps of a program.
+        ways: Probes of a search step.
+    """
+
+    piece_rows: int
+    pieces: int
+    num_warps: int
+    ways: int
+
+
+def layout_of(words: tuple[int, ...], total: int, *, gather: bool) -> Layout:
+    """The fastest of those that were tried on an H200.
+
+    Args:
+        words: Bytes of a row of each tensor.
+        total: Packed rows.
+        gather: From placed to packed rows.
+    """
+    if gather and min(words) == 8:
+        return Layout(1024, 1, 4, 128)
+    return Layout(256, 4 if total * sum(words) >= MANY_BYTES else 1, 1, 64)
 
 
 @triton.jit
@@ -62,7 +90,6 @@ def narrow_kernel(
     n: tl.int64, total: tl.int64, tile_rows: tl.int64, num_keys: tl.int64, num_samples: tl.int64, num_placed: tl.int64,
     ORDER: tl.constexpr, GATHER: tl.constexpr, FOLLOWS: tl.constexpr, TENSORS: tl.constexpr, PIECE: tl.constexpr,
     STEP: tl.constexpr, WAYS: tl.constexpr, NUMBER: tl.constexpr,
-    GUESS: tl.constexpr,
 ):  # fmt: skip
     """Copy `tile_rows` packed rows of every tensor; `packed` and `placed` are tuples of TENSORS word pointers.
 
@@ -75,7 +102,7 @@ def narrow_kernel(
     last = tl.load(offsets + n)
     end = tl.minimum(tl.minimum(first + tile_rows, total), last)
     if first < end:
-        r = search_first(offsets, n, first, last, WAYS, GUESS)
+        r = search_first(offsets, n, first, last, WAYS)
         local = tl.arange(0, PIECE)
         while first < end:
             until = tl.minimum(first + PIECE, end)
@@ -117,15 +144,18 @@ def copy_narrow(
     types, num_placed = [_WORDS[word] for word in words], placed[0].shape[0]
     starts, rows = ranges.starts, ranges.rows
     assert starts is not None
-    tile_rows = PIECE_ROWS * PIECES[min(words)]
+    layout = layout_of(words, total, gather=gather)
+    tile_rows = layout.piece_rows * layout.pieces
+    aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*packed, *placed)]
     number = tl.int32 if max(total, num_placed) < _REACH else tl.int64
     launch(
         narrow_kernel,
         packed[0].device.index,
         (-(-total // tile_rows), 1, 1),
-        (*words, starts.dtype, None if rows is None else rows.dtype),
+        (*words, *aligned, starts.dtype, None if rows is None else rows.dtype),
         (Words(packed, types), Words(placed, types), ranges.offsets, starts, rows),
         (ranges.count, total, tile_rows, *ranges.shape, num_placed),
-        (ranges.order, gather, follows, len(words), PIECE_ROWS, STEP, WAYS, number, GUESS),
+        (ranges.order, gather, follows, len(words), layout.piece_rows, STEP, layout.ways, number),
+        layout.num_warps,
         follows=follows,
     )

@@ -44,7 +44,7 @@ from .copy_narrow import copy_narrow
 from .copy_run import copy_run
 from .find_ranges import range_at, scan_all, search_pair, search_rows
 from .launch import Words, launch
-from .ranges import Ranges, row_of
+from .ranges import STARTS, Ranges, row_of
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 TILE_BYTES = 8192  # that one program copies, about
@@ -59,6 +59,7 @@ WALKED = 16  # ranges that are walked instead of searched
 WINDOW = 32  # ranges whose numbers a walk holds in registers
 WAYS = 128  # probes of one search step
 SCANNED_SIZES = (128, 256, 512)  # lengths that every program may scan itself; more than the first only
+JAGGED_SCANNED = 256  # the most for rows of 4 or 8 bytes whose places are sums of lengths, too
 MAX_TILES_SCANNING = 2048  # if there are at most so many programs
 PIECES = 2  # of TILE_BYTES, that one program copies one after the other, with one search for both,
 LARGE_BYTES = 12 * 2**20  # where more than so many bytes move
@@ -237,12 +238,13 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     latent = total * sum(sizes) <= LATENT_BYTES.get(min(words), 0) and max(sizes) <= NARROW_BYTES
     pieces = PIECES if total * sum(sizes) > LARGE_BYTES else 1
     tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent, pieces)
-    scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows)
+    narrow = words == tuple(sizes) and min(words) >= 4
+    scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows, narrow=narrow)
     follows = False
     if not scanned and ranges.offsets is None:
         ranges.scan()
         follows = ranges.followed
-    if not scanned and words == tuple(sizes) and min(words) >= 4:
+    if not scanned and narrow:
         copy_narrow(packed, placed, words, ranges, total, gather=gather, follows=follows)
         return
     types, rows, starts = [_WORDS[word] for word in words], ranges.rows, ranges.starts
@@ -262,9 +264,11 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     )  # fmt: skip
 
 
-def _scanned(ranges: Ranges, total: int, tile_rows: int) -> int:
+def _scanned(ranges: Ranges, total: int, tile_rows: int, *, narrow: bool) -> int:
     """Lanes of a scan in every program; 0 if a launch before is better, or so many ranges meet in a tile."""
     longest = max(ranges.count, ranges.lengths.shape[0])
+    if narrow and ranges.order != STARTS and longest > JAGGED_SCANNED:
+        return 0
     lanes = next((size for size in SCANNED_SIZES if longest <= size), 0)
     if lanes > SCANNED_SIZES[0] and total > MAX_TILES_SCANNING * tile_rows:
         return 0

@@ -31,23 +31,20 @@ def search_pair(offsets, n, first, last, WAYS: tl.constexpr):
 
 
 @triton.jit
-def search_first(offsets, n, first, end, WAYS: tl.constexpr, GUESS: tl.constexpr):
+def search_first(offsets, n, first, end, WAYS: tl.constexpr):
     """Return the range that holds packed row `first`: how many of offsets[1..n] are not above it; `end` is the last.
 
-    The first step looks where the range would be were all of one length, which is right for most.
+    The first step looks where the range would be were all of one length: for most rows it is near, and found.
     """
     probes = tl.arange(1, WAYS + 1).to(tl.int64)
-    low = first * 0
-    span = n
-    if GUESS:
-        likely = (first.to(tl.float32) / end.to(tl.float32) * n.to(tl.float32)).to(tl.int64) - WAYS // 2
-        base = tl.maximum(tl.minimum(likely, n - WAYS), 0)
-        at = base + probes
-        bound = tl.load(offsets + at, mask=at <= n, other=0)
-        count = tl.sum(((at <= n) & (bound <= first)).to(tl.int32))
-        if ((count > 0) | (base == 0)) & ((count < WAYS) | (base + WAYS >= n)):
-            low = base + count
-            span = span * 0
+    likely = (first.to(tl.float32) / end.to(tl.float32) * n.to(tl.float32)).to(tl.int64) - WAYS // 2
+    base = tl.maximum(tl.minimum(likely, n - WAYS), 0)
+    at = base + probes
+    bound = tl.load(offsets + at, mask=at <= n, other=0)
+    count = tl.sum(((at <= n) & (bound <= first)).to(tl.int32))
+    low, span = base * 0, n
+    if ((count > 0) | (base == 0)) & ((count < WAYS) | (base + WAYS >= n)):
+        low, span = base + count, n * 0
     while span > 0:
         step = (span + WAYS - 1) // WAYS
         at = low + probes * step

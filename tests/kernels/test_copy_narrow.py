@@ -18,10 +18,7 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What numbers the rows; few ranges count as many, and few rows fill several pieces of several programs."""
     copy_narrow = pytest.importorskip("freescale.kernels.copy_narrow", reason="triton is not installed")
     monkeypatch.setattr("freescale.kernels.copy_ranges.SCANNED_SIZES", (0,))
-    monkeypatch.setattr(copy_narrow, "PIECE_ROWS", 128)
-    monkeypatch.setattr(copy_narrow, "PIECES", {4: 3, 8: 2})
-    monkeypatch.setattr(copy_narrow, "GUESS", True)
-    monkeypatch.setattr(copy_narrow, "WAYS", 8)
+    monkeypatch.setattr(copy_narrow, "layout_of", lambda *_, gather: copy_narrow.Layout(128, 2 + gather, 2, 8))
     if request.param == "64 bits":
         monkeypatch.setattr(copy_narrow, "_REACH", 0)
 
