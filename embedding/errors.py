@@ -64,8 +64,14 @@ class OutOfStep(EmbeddingError):
 
 @contextmanager
 def naming(stage: str, step: int) -> Iterator[None]:
-    """Have errors of the transport say what the trainer was at, and in which step since the tables were made."""
+    """Have errors say what the trainer was at, and in which step since the tables were made.
+
+    Those of the transport say it first; a note does for those whose text is about something else.
+    """
     try:
         yield
+    except (EmbeddingError, IdOutOfRange) as error:
+        error.add_note(f"the trainer was at embedding {stage}, step {step}")
+        raise
     except TransportError as error:
         raise type(error)(f"embedding {stage}, step {step}: {error}") from error
