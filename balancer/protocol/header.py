@@ -38,6 +38,7 @@ _FIELDS = (
 )
 _AGREED = slice(1, 4)  # fields in which no two ranks differ
 _HEADER_WORDS = len(_FIELDS)
+_STATE = _FIELDS.index("state")
 UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
 _BASE_WORDS = 3  # gathered columns follow
 MAX_BATCH_SIZE = 1 << 20  # of a rank: what one says decides how much memory all take for a message
@@ -175,23 +176,8 @@ class WorldStep:
         self._words = words = words.reshape(world_size, -1)
         self.world_size = world_size
         header = words[:, :_HEADER_WORDS]
-        self.batch_size: Int64s
-        self.seconds_bits: Int64s
-        (
-            self.magic,
-            self.step,
-            self.epoch,
-            self.options_digest,
-            self.state,
-            self.batch_size,
-            self.capacity,
-            self.schema_digest,
-            self.schema_bytes,
-            self.reads_candidates,
-            self.seconds_step,
-            self.seconds_bits,
-            self.text_bytes,
-        ) = header.T
+        # Those that each step reads; the others when they are asked for.
+        self.state, self.batch_size = header[:, _STATE], header[:, _STATE + 1]
         if _any((header < _LOWEST) | (header > _HIGHEST), axis=None):
             self._refuse()
         body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
@@ -199,6 +185,12 @@ class WorldStep:
         self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
         self.all_have_batches = not _any(self.state)
         self._told: Int64s | None = None
+
+    def __getattr__(self, name: str) -> Int64s:
+        if name not in _FIELDS:
+            raise AttributeError(f"a message has no field {name!r}")
+        field: Int64s = self._words[:, _FIELDS.index(name)]
+        return field
 
     @property
     def seconds(self) -> NDArray[np.float64]:

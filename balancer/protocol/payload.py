@@ -97,8 +97,9 @@ class Sections:
     def fingerprint(self) -> int:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
-        for address, size in zip(self._at, _sum(self.sizes, axis=1).tolist(), strict=True):
-            checksum = zlib.crc32(_bytes_at(address, min(size, _FINGERPRINT_BYTES)), checksum)
+        sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES)
+        for address, size in zip(self._at, sizes.tolist(), strict=True):
+            checksum = zlib.crc32(_bytes_at(address, size), checksum)
         return checksum
 
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
@@ -120,8 +121,6 @@ def _flat(values: torch.Tensor, column: ColumnSchema) -> NDArray[Any]:
 
 def _items(heads: Int64s, column: ColumnSchema, start: int) -> NDArray[np.void]:
     """Where the values of a narrow column are in heads. Shape [len(heads)]."""
-    if not len(heads):
-        return np.empty(0, column.item)
     return np.ndarray(len(heads), column.item, heads, start, (8 * heads.shape[1],))
 
 
@@ -214,13 +213,15 @@ def unpack(
     words = received.numpy()
     scraps.append(words)
     heads = _join_heads(words, sizes, num_samples, take_rows(sections.heads, staying), rank)
-    counted = np.ascontiguousarray(heads[:, : len(layout.counted)].T)
+    counted = heads[:, : len(layout.counted)].T.copy()
     _check(counted, layout.counted)
     entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
     entries[:-1] = _sums(counted, _accumulate(num_samples))
     entries[-1] = num_samples
     counts = take_rows(entries, layout.section_rows)
-    levels: Levels = {c.name: (torch.from_numpy(row),) for c, row in zip(layout.jagged, counted, strict=False)}
+    # NumPy's empty arrays may have a stride of 0, with which a tensor has no view of its bytes.
+    rows = map(torch.from_numpy, counted) if len(heads) else [torch.empty(0, dtype=torch.int64) for _ in counted]
+    levels: Levels = {c.name: (row,) for c, row in zip(layout.jagged, rows, strict=False)}
     columns = _dense_columns(heads, layout)
     if layout.sections:
         starts = _accumulate(sizes) - sizes + (received.data_ptr() or _ZEROS_AT)
@@ -330,9 +331,11 @@ def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:
     """The narrow dense columns."""
     columns: dict[str, Column] = {}
     for column, start in layout.narrow:
-        items = _items(heads, column, start).copy() if column.row_bytes else np.empty(0, np.uint8)
-        part = items.view(column.numpy_dtype or np.uint8)
-        columns[column.name] = Column(_as_values(torch.from_numpy(part), column, len(heads)))
+        if column.row_bytes and len(heads):
+            part = torch.from_numpy(_items(heads, column, start).copy().view(column.numpy_dtype or np.uint8))
+        else:  # not by NumPy either
+            part = torch.empty(0, dtype=column.torch_dtype, device="cpu")
+        columns[column.name] = Column(_as_values(part, column, len(heads)))
     return columns
 
 

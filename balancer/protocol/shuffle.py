@@ -95,13 +95,11 @@ class Shuffle:
         coming = (self.owners == rank).nonzero()[0]
         sources = self.origin[coming]
         self._staying = (mine == rank).nonzero()[0]
-        # Bytes to each rank, bytes from each, samples to each, samples from each: one call, as in `Traffic.of`.
-        moved = np.concatenate([payload[first:last], payload[coming]])
+        # To each rank and from each, together.
         peers = np.concatenate([mine, sources + size])
-        places, amounts = np.concatenate([peers, peers + 2 * size]), np.concatenate([moved, np.ones_like(moved)])
-        sums = np.bincount(places, amounts, 4 * size).astype(np.int64).reshape(2, 2, size)
-        counts = sums[1]
-        messages = message_bytes(self._schema, sums[0], counts)
+        moved = np.bincount(peers, np.concatenate([payload[first:last], payload[coming]]), 2 * size)
+        counts = np.bincount(peers, minlength=2 * size).reshape(2, size)
+        messages = message_bytes(self._schema, moved.astype(np.int64).reshape(2, size), counts)
         messages[:, rank] = 0  # what stays is in no message
         self._num_received = counts[1]
         self._sent, self._received = messages

@@ -109,6 +109,15 @@ def test_every_sample_arrives_whole_and_in_global_order(world_size: int, seed: i
             assert balanced[rank][name].values.shape[1:] == batches[0][name].values.shape[1:]
 
 
+def test_what_a_rank_without_samples_gets_can_be_viewed_as_bytes() -> None:
+    batch = make_batch(torch.Generator().manual_seed(0), 3, DTYPES[:3])
+    nothing, _ = shuffle([batch, batch], [np.array([1, 1, 1]), np.array([1, 1, 1])])
+    assert nothing.batch_size == 0
+    for name in nothing.names:
+        for tensor in (nothing[name].values.view(-1), *nothing[name].levels):
+            assert tensor.view(torch.uint8).numel() == 0
+
+
 def test_values_without_bytes_are_counted_by_their_lengths() -> None:
     batch = JaggedBatch({"flag": Column(torch.empty(5, 0), (torch.tensor([2, 3]),))}, 2)
     balanced = shuffle([batch, batch], [np.array([0, 1]), np.array([0, 1])])
