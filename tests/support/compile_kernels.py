@@ -9,7 +9,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from freescale.kernels import copy_narrow, copy_ranges, device_jagged, ranges, sum_chunks, sum_ranges, sum_tree, update_rows
+from freescale.kernels import (
+    copy_narrow,
+    copy_ranges,
+    device_jagged,
+    ranges,
+    sum_chunks,
+    sum_ranges,
+    sum_tree,
+    update_rows,
+)
 from freescale.kernels.launch import Words
 from freescale.kernels.update_rows import Rule
 
