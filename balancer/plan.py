@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels import permute_jagged
+
 _OPTIONAL = ("num_candidates", "payload_bytes", "seconds", "seconds_step")
 
 
@@ -143,10 +145,9 @@ class WorldSamples:
         """Content lengths of the candidates of some samples, in their order. Empty when no column is nested."""
         if len(self.candidate_lengths) == 0:
             return self.candidate_lengths
-        counts = self.num_candidates[samples]
-        ends = self.num_candidates.cumsum(0)[samples]
-        shift = (ends - counts.cumsum(0)).repeat_interleave(counts)
-        return self.candidate_lengths[torch.arange(len(shift)) + shift]
+        taken, _ = permute_jagged(self.candidate_lengths, self.num_candidates, samples)
+        assert isinstance(taken, Tensor), "one tensor went in"
+        return taken
 
 
 Partitioner = Callable[[WorldSamples], Tensor]
