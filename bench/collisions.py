@@ -18,6 +18,7 @@ from .arguments import at_least_one, output_file, output_folder, picture_file, s
 from .collision_ratio import Collisions, collisions
 from .environment import environment
 from .id_source import IdSource, id_source
+from .progress import progress
 from .tables import Table, picture_beside, print_table, write_result
 
 _EPILOG = """\
@@ -68,12 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, console: Console) -> None:
     if options.plot is not None:
         from .collisions_plot import draw  # before the work, so that a missing library shows at once
-    outcomes = []
-    for text in options.ids or ["zipf"]:
-        outcomes += measure(
-            id_source(text, options.seed), options.cuts, options.batch_sizes, options.ranks, options.pairs
-        )
-        console.print(f"{outcomes[-1].source}: done")
+    outcomes, sources = [], options.ids or ["zipf"]
+    with progress(console, "counting", len(sources)) as advance:
+        for text in sources:
+            source = id_source(text, options.seed)
+            outcomes += measure(source, options.cuts, options.batch_sizes, options.ranks, options.pairs)
+            console.print(f"{outcomes[-1].source}: done")
+            advance()
     tables = [table(outcomes, source) for source in dict.fromkeys(o.source for o in outcomes)]
     for each in tables:
         print_table(each, console)

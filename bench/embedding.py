@@ -26,6 +26,7 @@ from .embedding_report import LEGEND, Report, faults, found_checks, notes, table
 from .embedding_settings import LINKS, Cell, Pace, Settings, Sizes
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
+from .progress import progress
 from .tables import Table, picture_beside, print_table, write_result
 
 _CONTENDERS = ("base", "sdd", "sdd_dedup", "synchronous", "prioritized")
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.read:
         started = time.time()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, progress(console, "measuring"):
             _run(options, Path(folder), report, lambda line: _say(console, started, line))
         about = _environment()
     for table in tables(report):

@@ -24,6 +24,7 @@ from .end_to_end_report import Key, Row, faults, host_stages, rows, tables, verd
 from .end_to_end_settings import ALL_LINKS, ALONE, CONTENDERS, Cell, Pace, Settings
 from .environment import environment
 from .launch import LaunchError, refuse_inside_a_launch
+from .progress import progress
 from .tables import Table, picture_beside, print_table, write_result
 
 _PACKAGES = ("torch", "torchrec", "fbgemm_gpu", "numpy")
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     broken: list[str] = []
     if not options.read:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, progress(console, "measuring"):
             broken, version = _run(options, Path(folder), found, console)
         about, notes = environment(_PACKAGES), [f"torchrec {version}"]
     result = rows(found, 1 + max((each["rank"] for each in found), default=0))

@@ -24,6 +24,7 @@ from .environment import environment
 from .id_plane_rank import Settings
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .loader_overhead import slowdowns
+from .progress import progress
 from .tables import Table, print_table, write_result
 
 _STAGES = {"ask": "distinct ids", "talk": "messages", "index": "index arrays"}
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse_inside_a_launch()
         if not 0 <= options.ratio <= 100:
             raise ValueError(f"--ratio must be from 0 to 100, got {options.ratio:g}")
-        runs = [_measure(options, ranks) for ranks in options.ranks]
+        with progress(console, "measuring"):
+            runs = [_measure(options, ranks) for ranks in options.ranks]
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

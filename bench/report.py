@@ -17,6 +17,7 @@ from rich.console import Console
 from .arguments import seconds, status_of
 from .compute_fit import RESULTS
 from .environment import environment
+from .progress import progress
 from .report_claims import claims
 from .report_parts import EARLIER, Machine, Part, Ran, newest, parts_for, run_part
 
@@ -66,14 +67,16 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     parts = chosen(parts_for(Machine(gpus, options.data, options.quick), folder, options.only), options.only)
     done = []
     started, page = time.monotonic(), folder / "index.html"
-    for part in parts:
-        if not part.lacks and time.monotonic() - started >= options.limit_s:
-            part = replace(part, lacks=f"more than the {options.limit_s:g} s of --limit-s")
-        console.print(f"{part.name}: {part.title}", markup=False)
-        ran = run_part(part, folder)
-        done.append(ran)
-        console.print(f"  {ran.fault or f'{ran.seconds:.0f} s'}", markup=False, soft_wrap=True)
-        page.write_text(render(done, RESULTS))  # at once: a report that is cut shows what it has
+    with progress(console, "parts", len(parts)) as advance:
+        for part in parts:
+            if not part.lacks and time.monotonic() - started >= options.limit_s:
+                part = replace(part, lacks=f"more than the {options.limit_s:g} s of --limit-s")
+            console.print(f"{part.name}: {part.title}", markup=False)
+            ran = run_part(part, folder)
+            done.append(ran)
+            console.print(f"  {ran.fault or f'{ran.seconds:.0f} s'}", markup=False, soft_wrap=True)
+            page.write_text(render(done, RESULTS))  # at once: a report that is cut shows what it has
+            advance()
     console.print(f"page: {page}", soft_wrap=True)
     return int(any(ran.fault and ran.command for ran in done))
 

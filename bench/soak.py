@@ -21,6 +21,7 @@ from rich.console import Console
 from .arguments import at_least_one, output_file, output_folder
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
+from .progress import progress
 from .soak_rank import Settings
 from .tables import Table, print_table, write_result
 
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(options.steps, 60 * options.minutes, options.epoch_steps, options.looks, options.transport)
     try:
         refuse_inside_a_launch()
-        found = _soak(settings, options.ranks)
+        with progress(console, f"{options.steps:,} steps"):
+            found = _soak(settings, options.ranks)
     except LaunchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -19,6 +19,7 @@ from rich.console import Console
 from .arguments import output_file, output_folder, picture_file, seconds, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
+from .progress import progress
 from .tables import Table, print_table, write_result
 from .transport_rank import BETWEEN_GPUS, BY_THE_HOST, Settings
 
@@ -164,7 +165,7 @@ def _launched(settings: Settings, num_ranks: int, variables: Mapping[str, str], 
     """Run the ranks with more environment variables. What was measured before one failed is kept."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    with tempfile.TemporaryDirectory(prefix="freescale-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="freescale-bench-") as folder, progress(console, "measuring"):
         path = Path(folder) / "settings.json"
         path.write_text(json.dumps(asdict(settings)))
         try:

@@ -16,6 +16,7 @@ from rich.console import Console
 from .arguments import at_least_one, output_file, output_folder, seconds, status_of
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
+from .progress import progress
 from .tables import Table, print_table, write_result
 from .transport_host_rank import Settings
 
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
 
 def _launched(settings: Settings, num_ranks: int, console: Console) -> list[dict[str, Any]]:
     """Run the ranks. What was measured before one failed is kept."""
-    with tempfile.TemporaryDirectory(prefix="freescale-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="freescale-bench-") as folder, progress(console, f"{num_ranks} ranks"):
         path = Path(folder) / "settings.json"
         path.write_text(json.dumps(asdict(settings)))
         found = path.with_name("found.json")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
+
+from freescale.bench.progress import progress
 
 BENCH = Path(__file__).parents[2] / "bench"
 STARTED_BY_OTHERS = {
@@ -162,6 +167,28 @@ def test_a_picture_is_drawn_and_shown_in_the_result_beside_it(
     assert json.loads((tmp_path / "seen.json").read_text())["environment"]
     (result,) = tmp_path.glob("*.md")
     assert "](seen.png)" in result.read_text()
+
+
+QUICK = {"straggler_trace", "trace_report"}  # done at once
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - QUICK))
+def test_every_command_that_takes_time_shows_progress(command: str) -> None:
+    code = (BENCH / f"{command}.py").read_text()
+    assert re.search(r"progress\(console, |(Progress|track)\(.*disable=not console\.is_terminal", code)
+
+
+@pytest.mark.parametrize("total", [None, 3])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_is_drawn_on_a_terminal_alone_and_is_gone_afterwards(terminal: bool, total: int | None) -> None:
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=terminal, width=80)
+    with progress(console, "counting", total) as advance:
+        console.print("a line")
+        advance()
+    assert "a line" in said.getvalue()
+    assert ("counting" in said.getvalue()) == terminal
+    assert ("\x1b[2K" in said.getvalue()) == terminal, "the bar is wiped away"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
