@@ -28,7 +28,7 @@ from .windows import Mark, Windows
 from .windows_opening import open_windows, put_away
 
 Via = Literal["peer", "segment"]
-DIRECT_FROM = 1 << 16
+DIRECT_FROM = 1 << 20  # smaller pieces are sooner there through slots, which takes fewer steps
 _MOST_LOOKS_AFTER_A_FAILURE = 40
 
 

@@ -14,7 +14,7 @@ class CopyOptions:
     """Choices for CUDA tensors between ranks of one host.
 
     Attributes:
-        inside: How ranks of one host exchange: "peer" copies pieces of 64 KiB and more from one GPU's tensor to the
+        inside: How ranks of one host exchange: "peer" copies pieces of 1 MiB and more from one GPU's tensor to the
             other's, over NVLink where there is one, and smaller ones as "segment" does; "segment" copies through host
             memory that both GPUs registered; "staged" uses the backend that hosts use between each other.
         window_bytes: Most memory that a rank gives to what is on its way to it: shared host memory (/dev/shm) for

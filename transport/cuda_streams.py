@@ -280,7 +280,7 @@ class _Joined:
         self._events = [stream.record_event() for stream in streams]
 
     def __call__(self) -> None:
-        stream = torch.cuda.current_stream(self._owner._device)
+        stream = torch.cuda.current_stream(self._owner._device.index)
         for event in self._events:
             stream.wait_event(event)
         if self._flags:

@@ -6,14 +6,16 @@ tensors are, and it does when the other has come to the same exchange before it.
 where its tensors are and looks whether the other has done so. The first goes on: its stream says when its tensors are
 ready. The second enqueues both copies, one to the other's memory and one from it, behind that, and says when they are
 done. No host waits for another, but for a moment: one GPU takes twice as long for both copies as two GPUs for one each,
-so the first looks for a fraction of that time whether the second comes, and then each enqueues its own.
+so the first looks for about that time whether the second comes, and then each enqueues its own. Whoever is ahead by
+more than a meeting first lets the other catch up, for as long: it would stay ahead for ever, as the other has more to
+do. Where that is in vain again and again, the first waits less.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -35,9 +37,10 @@ _EXPORT_WORDS = 1 + HANDLE_BYTES // 8
 _NUMBER, _SENT, _RECEIVED, _SOURCE, _SOURCE_AT, _TARGET, _TARGET_AT, _IS_STILL_HERE = range(8)
 _READY, _PUSHED, _PULLED = range(3)
 _NAP_S = 0.0002
-_BYTES_PER_S = 400e9  # of a fast link; a first rank looks for the second for a part of what the copies take
-_PATIENCE = 0.3
-_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5e-6, 150e-6
+_BYTES_PER_S = 400e9  # of a fast link; a first rank looks for the second for as long as both copies take
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5e-6, 400e-6
+_PATIENT, _OF = 8, 32  # in so many of so many meetings in a row to which the second came late
+_IMPATIENCE = 0.1
 
 
 def book_bytes(num_members: int) -> int:
@@ -77,7 +80,7 @@ class Meetings:
         flags: Where the segment is for the device.
         book_at: Where the records begin, in bytes from the segment's address.
         first: Where meetings are counted from.
-        patience_s: How long a first rank looks for the second; None means a fraction of what the copies take.
+        patience_s: How long a first rank looks for the second; None means about as long as the copies take.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Meetings:
         self._exports = words[num_words:].reshape(self._n, NUM_EXPORTS, _EXPORT_WORDS)
         self._serials: dict[object, int] = {}
         self._opened: dict[tuple[int, int], int] = {}
-        self._num_exports = 0
+        self._num_exports = self._num_missed = 0
         self.start_counts_at(first)
 
     def start_counts_at(self, first: int) -> None:
@@ -125,9 +128,15 @@ class Meetings:
         if not peers:
             return []
         source, target = self._export(exchange.source), self._export(exchange.target)
+        patience_s = self._patience(exchange, peers)
+        self._look_for(((peer, self._next[peer] - 1) for peer in peers if self._next[peer] > self._first), patience_s)
         begun = [self._come(exchange, peer, source, target, deadline) for peer in peers]
-        self._look_for_seconds([meeting for meeting in begun if meeting.is_first], self._patience(exchange, peers))
+        self._look_for(((meeting.peer, meeting.number) for meeting in begun if meeting.is_first), patience_s)
         meetings = [self._settle(exchange, meeting) for meeting in begun]
+        if any(meeting.is_first for meeting in meetings):
+            self._num_missed += 1
+        elif any(meeting.both_here for meeting in meetings):
+            self._num_missed = 0
         for meeting in meetings:
             if meeting.is_first or meeting.both_here:
                 self._write(SEND, _READY, meeting)
@@ -143,7 +152,9 @@ class Meetings:
         if self._patience_s is not None:
             return self._patience_s
         size = sum(int(exchange.sent_bytes[peer]) + int(exchange.received_bytes[peer]) for peer in peers)
-        patience_s = min(_MOST_PATIENCE_S, _PATIENCE * size / _BYTES_PER_S)
+        patience_s = min(_MOST_PATIENCE_S, size / _BYTES_PER_S)
+        if self._num_missed % _OF >= _PATIENT:
+            patience_s *= _IMPATIENCE
         return patience_s if patience_s > _LEAST_PATIENCE_S else 0.0
 
     def flags_to_wait_for(self, meetings: Sequence[Meeting]) -> list[tuple[int, int]]:
@@ -181,15 +192,14 @@ class Meetings:
             return Meeting(peer, number, None)
         return Meeting(peer, number, seen, both_here=bool(seen[_IS_STILL_HERE]))
 
-    def _look_for_seconds(self, meetings: Sequence[Meeting], patience_s: float) -> None:
-        """Give those who come at the same time a moment to do so."""
-        if meetings and patience_s:
-            until = time.perf_counter() + patience_s
-            waited_for = [(self._places(each.peer, each.number)[1] + _NUMBER, each.number + 1) for each in meetings]
+    def _look_for(self, meetings: Iterable[tuple[int, int]], patience_s: float) -> None:
+        """Give peers a moment to come to meetings, of these numbers."""
+        if patience_s:
             words = self._record_words
-            while time.perf_counter() < until:
-                if all(words[at] == number for at, number in waited_for):
-                    break
+            waited_for = [(self._places(peer, number)[1] + _NUMBER, number + 1) for peer, number in meetings]
+            until = time.perf_counter() + patience_s
+            while any(words[at] < number for at, number in waited_for) and time.perf_counter() < until:
+                pass
 
     def _settle(self, exchange: Exchange, meeting: Meeting) -> Meeting:
         """Decide who copies, for both alike, and compare sizes."""

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 _DEPTH = 8
 _LARGEST_SLOT_BYTES = {
-    "peer": 64 << 10,  # larger pieces are copied directly
+    "peer": 1 << 20,  # larger pieces are copied directly
     "segment": 4 << 20,
 }
 # Smaller ones are not made for the sake of later channels.
 _SPARED_SLOT_BYTES = {"peer": 64 << 10, "segment": 1 << 20}
 _SLOT_STEP_BYTES = 4096
+_LEAST_SLOT_BYTES = 64 << 10  # less room than for these is an error
 _HOST_BYTES = 80
 _TEXT_BYTES = 400
 _NUM_OFFERS = 16
@@ -75,6 +76,18 @@ def slot_size(via: str, window_bytes: int, num_members: int, num_channels: int =
     return max(_SLOT_STEP_BYTES, min(_LARGEST_SLOT_BYTES[via], share // _SLOT_STEP_BYTES * _SLOT_STEP_BYTES))
 
 
+def slot_within_room(slot_bytes: int, num_members: int) -> int:
+    """A smaller slot where the slots of one channel would take more than their share of what shared memory has left."""
+    share = _free_bytes() // _SPARE_SHARE // (_DEPTH * max(1, num_members * (num_members - 1)))
+    least = min(slot_bytes, _LEAST_SLOT_BYTES)
+    return max(least, min(slot_bytes, share // _SLOT_STEP_BYTES * _SLOT_STEP_BYTES))
+
+
+def _free_bytes() -> int:
+    free = os.statvfs(FOLDER)
+    return free.f_bavail * free.f_frsize
+
+
 def open_windows(
     lane: HostTransport,
     members: Sequence[int],
@@ -109,7 +122,9 @@ def open_windows(
             # Slots that hold every piece that goes through them need no second stream to keep them filled.
             sending = RECEIVE if via == "peer" else SEND
             wanted = least_said(lane, channels_within(via, window_bytes, len(members)))
-            slot_bytes = slot_size(via, window_bytes, len(members), wanted)
+            slot_bytes = least_said(
+                lane, slot_within_room(slot_size(via, window_bytes, len(members), wanted), len(members))
+            )
             making = _Making(lane, members, slot_bytes, sending, first_count)
             for _ in range(least_said(lane, making.number_within(wanted))):
                 made = making.make(make_streams, patience_s)
@@ -198,8 +213,7 @@ class _Making:
 
     def number_within(self, wanted: int) -> int:
         """For how many channels to make slots: one, and more for later ones while there is room in shared memory."""
-        free = os.statvfs(FOLDER)
-        return max(1, min(wanted, free.f_bavail * free.f_frsize // _SPARE_SHARE // self._data_bytes))
+        return max(1, min(wanted, _free_bytes() // _SPARE_SHARE // self._data_bytes))
 
     def make(self, make_streams: Callable[[], Streams], patience_s: float | None) -> tuple[Windows, Meetings]:
         """Make the slots of one channel."""

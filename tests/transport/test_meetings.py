@@ -62,7 +62,7 @@ class Noted:
 
 
 class Rank:
-    def __init__(self, rank: int, segment: Segment, first: int, patience_s: float) -> None:
+    def __init__(self, rank: int, segment: Segment, first: int, patience_s: float | None) -> None:
         self.rank, self.streams = rank, Noted()
         self.meetings = Meetings(rank, [0, 1], self.streams, segment, 0, segment.data_at, first, patience_s)
         self.exchange = self.plan([1, 3] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [3, 1])
@@ -112,6 +112,26 @@ def test_ranks_that_come_together_copy_a_piece_each(segment: Segment) -> None:
     assert met[0].both_here
     assert ranks[0].streams.copies == [piece(ranks[0], ranks[1])]
     assert ranks[1].streams.copies == [piece(ranks[1], ranks[0])]
+
+
+def test_who_waits_in_vain_again_and_again_waits_less_and_tries_again_later(segment: Segment) -> None:
+    rank, other = (Rank(rank, segment, 0, None) for rank in range(2))
+    for each in (rank, other):
+        each.exchange.sent_bytes[1 - each.rank] = each.exchange.received_bytes[1 - each.rank] = 1 << 30
+    patience = []
+    for _ in range(40):
+        patience.append(rank.meetings._patience(rank.exchange, [1]))
+        assert rank.come().is_first
+    assert patience == [400e-6] * 8 + [pytest.approx(40e-6)] * 24 + [400e-6] * 8
+    for _ in range(40):
+        other.come()
+    rank.meetings._patience_s = 5.0
+    waiting = threading.Thread(target=rank.come, daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    assert other.come().both_here
+    waiting.join(5)
+    assert rank.meetings._num_missed == 0, "they met"
 
 
 def test_sizes_that_differ_are_an_error_and_nothing_is_copied(segment: Segment) -> None:

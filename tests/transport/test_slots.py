@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.transport import windows_opening
 from freescale.transport.slots import cut, has_reached, in_rounds, low
 
 MIB = 1 << 20
@@ -103,3 +104,15 @@ def test_flags_of_32_bits_show_counts_of_64(count: int) -> None:
     assert has_reached(low(count + 1), count)
     assert has_reached(low(count + 2**30), count)
     assert not has_reached(low(count), count + 1)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "num_members", "slot_kib"),
+    [(1 << 20, 8, 1024), (64, 2, 1024), (64, 4, 168), (64, 8, 64), (0, 2, 64)],
+)
+def test_slots_are_smaller_where_shared_memory_has_little_room(
+    free_mib: int, num_members: int, slot_kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container /dev/shm has 64 MiB unless it is given more."""
+    monkeypatch.setattr(windows_opening, "_free_bytes", lambda: free_mib << 20)
+    assert windows_opening.slot_within_room(1 << 20, num_members) == slot_kib << 10
