@@ -203,7 +203,7 @@ class Traffic:
         Returns:
             Milliseconds of the step, rate of the traffic in GB/s each way, and whether the traffic did outlast it.
         """
-        count = min(_MOST_MESSAGES, math.ceil(1.3 * alone_ms / self.message_ms) + 8)
+        count = min(_MOST_MESSAGES, math.ceil(2.2 * alone_ms / self.message_ms) + 8)
 
         def beside() -> tuple[float, float, bool]:
             begun, ended = self.send(count, _ENDLESS_MESSAGE_BYTES)

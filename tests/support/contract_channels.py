@@ -67,6 +67,9 @@ def check_threads_make_channels_at_once_in_any_order(transport: Transport) -> No
         thread.join(15)
     assert not wrong, wrong
     assert not any(thread.is_alive() for thread in threads), "a thread waits for another one's channel"
+    transport.all_gather(torch.zeros(1)).wait()
+    for parent in parents:
+        parent.close()
 
 
 def check_two_threads_on_one_channel_are_an_error_that_names_it(transport: Transport) -> None:
