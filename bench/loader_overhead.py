@@ -23,6 +23,7 @@ from .arguments import at_least_one, output_file, output_folder, over_zero
 from .environment import environment
 from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
+from .progress import progress
 from .synthetic import write_synthetic
 from .tables import Table, print_table, write_result
 
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
-        runs = [_measure(options, ranks) for ranks in options.ranks]
+        with progress(console, "measuring"):
+            runs = [_measure(options, ranks) for ranks in options.ranks]
     except LaunchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def slowdowns(found: dict[str, Any]) -> list[float]:
-    """Percentage that each block's median step beside the balancer is over that of the idle block next to it."""
+    """Percentage that each block's median step beside the balancer is over the one beside the idle thread."""
     pairs = zip(found["idle"], found["beside"], strict=True)
     return [100 * (statistics.median(beside) / statistics.median(idle) - 1) for idle, beside in pairs]
 
@@ -78,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=at_least_one, nargs="+", default=[1, 2], help="numbers of ranks, one after the other (1 2)")
     add("--batch-size", type=at_least_one, default=64, help="samples a rank loads in a step (default 64)")
     add("--step-ms", type=over_zero, default=50.0, help="what a step of the loop takes by itself (default 50)")
-    add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
-    add("--blocks", type=at_least_one, default=30, help="blocks of either kind (default 30)")
+    add("--block-steps", type=at_least_one, default=10, help="steps in a block beside either (default 10)")
+    add("--blocks", type=at_least_one, default=30, help="blocks (default 30)")
     add("--transport", choices=TRANSPORTS, default="mpi", help="default mpi")
     add("--json", type=output_file, metavar="FILE", help="write every step's time to a file")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -149,9 +151,9 @@ def _note(found: dict[str, Any]) -> str:
         where = "All shared one core."
     return (
         f"With {found['ranks']} rank{'s' * (found['ranks'] > 1)} the loop is {middle:.2f} % slower beside the working "
-        f"balancer (median of {len(found['idle'])} pairs of blocks of {len(found['idle'][0])} steps, run in turn in "
-        f"one process; half of the pairs lie between {low:.2f} % and {high:.2f} %). The process uses {cpu:.2f} ms of "
-        f"CPU a step outside the loop's thread. {where}"
+        f"balancer (median of {len(found['idle'])} blocks of {len(found['idle'][0])} steps beside either, run in "
+        f"turn in one process; half of the blocks lie between {low:.2f} % and {high:.2f} %). The process uses "
+        f"{cpu:.2f} ms of CPU a step outside the loop's thread. {where}"
     )
 
 

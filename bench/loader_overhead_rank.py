@@ -36,8 +36,8 @@ class Settings:
         data: Parquet file with a column uih_page.
         batch_size: Samples that a rank loads in a step.
         step_ms: How long the loop takes by itself.
-        block_steps: Steps measured in a row.
-        num_blocks: Blocks of either kind.
+        block_steps: Steps of either kind measured in a row.
+        num_blocks: Blocks, which are compared in themselves.
         transport: "mpi" or "process_group".
     """
 
@@ -130,9 +130,9 @@ _ENDED = object()
 
 
 def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], watch: Watch) -> dict[str, Any]:
-    """Run blocks of steps in turn: beside the sleeping thread, and beside it at work, one batch a step.
+    """Run steps in turn: one beside the sleeping thread, one beside it at work, for which a batch is taken.
 
-    Which comes first alternates. The loop runs unmeasured before either, as a core that has slept is slow at first.
+    So both meet the same machine. Before each block the loop runs unmeasured: a core that has slept is slow at first.
 
     Args:
         settings: Numbers of steps and blocks.
@@ -147,12 +147,10 @@ def measure(settings: Settings, batches: Iterator[tuple[JaggedBatch, Report]], w
     rounds = operations_for(settings.step_ms)
     found: dict[str, Any] = {"rounds": rounds, "idle": [], "beside": [], "waited": [], "balancer_cpu": []}
     for block in range(settings.num_blocks + 1):
-        pair: dict[str, Any] = {}
-        for is_beside in (block % 2 == 1, block % 2 == 0):
-            _settle(rounds)
-            pair |= _beside(settings, rounds, batches) if is_beside else {"idle": _steps(settings, rounds)}
+        _settle(rounds)
+        taken = _block(settings.block_steps, rounds, batches)
         if block:
-            for name, value in pair.items():
+            for name, value in taken.items():
                 found[name].append(value)
         else:
             watch.stages = {}
@@ -171,20 +169,18 @@ def _settle(rounds: int) -> None:
         launch_bound(rounds)
 
 
-def _steps(settings: Settings, rounds: int) -> list[float]:
-    return [_timed(rounds) for _ in range(settings.block_steps)]
-
-
-def _beside(settings: Settings, rounds: int, batches: Iterator[tuple[JaggedBatch, Report]]) -> dict[str, Any]:
-    steps, waited = [], []
+def _block(steps: int, rounds: int, batches: Iterator[tuple[JaggedBatch, Report]]) -> dict[str, Any]:
+    """A step beside the sleeping thread, one beside it at work, and so on."""
+    idle, beside, waited = [], [], []
     elsewhere = _cpu_elsewhere()
-    for _ in range(settings.block_steps):
+    for _ in range(steps):
+        idle.append(_timed(rounds))
         started = time.perf_counter()
         next(batches)
         waited.append(1e3 * (time.perf_counter() - started))
-        steps.append(_timed(rounds))
-    cpu_ms = 1e3 * (_cpu_elsewhere() - elsewhere) / settings.block_steps
-    return {"beside": steps, "waited": waited, "balancer_cpu": cpu_ms}
+        beside.append(_timed(rounds))
+    cpu_ms = 1e3 * (_cpu_elsewhere() - elsewhere) / steps
+    return {"idle": idle, "beside": beside, "waited": waited, "balancer_cpu": cpu_ms}
 
 
 def _a_step(watch: Watch, steps: int) -> dict[str, dict[str, float]]:
