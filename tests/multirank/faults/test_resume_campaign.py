@@ -140,6 +140,11 @@ def run_killed(folder: Path, cases: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def moments(data: Path, world_size: int) -> range:
+    """All of an epoch: before each step is saved, and after it."""
+    return range(2 * train(data, world_size, None)[0][2])
+
+
 def load_ends(folder: Path, world_size: int = WORLD_SIZE) -> list[Ended]:
     ends = [torch.load(folder / f"end-{rank}.pt", weights_only=True) for rank in range(world_size)]
     return [(end["ids"], end["weights"], 0) for end in ends]
@@ -175,8 +180,8 @@ def test_killed_on_four_ranks_it_goes_on_with_two_or_three_from_the_newest_files
 
 @pytest.mark.long
 @pytest.mark.multirank
-def test_killed_at_any_moment_it_goes_on_from_the_newest_files(tmp_path: Path) -> None:
-    cases = [str(moment) for moment in range(13)]
+def test_killed_at_any_moment_it_goes_on_from_the_newest_files(data: Path, tmp_path: Path) -> None:
+    cases = [str(moment) for moment in moments(data, WORLD_SIZE)]
     run_killed(tmp_path, cases)
     for case in cases:
         check_same_ranks(tmp_path, case)
@@ -185,8 +190,8 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_files(tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.multirank
 @pytest.mark.parametrize("sizes", ["4:2", "4:3", "2:4", "3:1"])
-def test_killed_at_any_moment_it_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: str) -> None:
-    cases = [f"{moment}:{sizes}" for moment in range(10)]
+def test_killed_at_any_moment_it_goes_on_with_another_number_of_ranks(data: Path, tmp_path: Path, sizes: str) -> None:
+    cases = [f"{moment}:{sizes}" for moment in moments(data, int(sizes[0]))]
     run_killed(tmp_path, cases)
     for case in cases:
         check_other_ranks(tmp_path, case)
