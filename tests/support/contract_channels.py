@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,56 +18,53 @@ from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
 
 
-def check_channels_in_threads_do_not_disturb_each_other(transport: Transport) -> None:
-    channels = [transport.channel(f"lane {i}", check_sizes=i % 2 == 0) for i in range(3)]
-    wrong: list[object] = []
+def in_threads(count: int, work: Callable[[int], None], timeout_s: float) -> None:
+    """Do work 0, 1, … each in a thread of its own; what one raises, or does not end, is a failure."""
+    wrong: list[BaseException] = []
 
-    def work(number: int) -> None:
+    def run(number: int) -> None:
         try:
-            for step in range(15):
-                if (number + step + transport.rank) % 4 == 0:
-                    time.sleep(0.001)
-                splits = make_splits(100 * number + step, transport.world_size)
-                rows, expected = expected_rows(1000 * number + step, splits, transport.rank)
-                sent, received = splits[transport.rank], column(splits, transport.rank)
-                if not same_bytes(channels[number].all_to_all(rows, sent, received).wait(), expected):
-                    wrong.append((number, step))
+            work(number)
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(timeout_s)
     assert not wrong, wrong
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for another one's channel"
+
+
+def check_channels_in_threads_do_not_disturb_each_other(transport: Transport) -> None:
+    channels = [transport.channel(f"lane {i}", check_sizes=i % 2 == 0) for i in range(3)]
+
+    def work(number: int) -> None:
+        for step in range(15):
+            if (number + step + transport.rank) % 4 == 0:
+                time.sleep(0.001)
+            splits = make_splits(100 * number + step, transport.world_size)
+            rows, expected = expected_rows(1000 * number + step, splits, transport.rank)
+            sent, received = splits[transport.rank], column(splits, transport.rank)
+            assert same_bytes(channels[number].all_to_all(rows, sent, received).wait(), expected), (number, step)
+
+    in_threads(3, work, 30)
 
 
 def check_threads_make_channels_at_once_in_any_order(transport: Transport) -> None:
     rank, n = transport.rank, transport.world_size
     parents = [transport.channel(f"parent {number}") for number in range(2)]
-    wrong: list[object] = []
 
     def work(number: int) -> None:
-        try:
-            for step in range(3):
-                if (rank + number + step) % 2:  # each rank begins with another one, long before it comes to this
-                    time.sleep(0.2)
-                lane = parents[number].channel(f"made {number} {step}")
-                block = torch.tensor([100 * number + 10 * step + rank])
-                if lane.all_gather(block).wait().tolist() != [100 * number + 10 * step + peer for peer in range(n)]:
-                    wrong.append((number, step))
-        except BaseException as error:
-            wrong.append(error)
+        for step in range(3):
+            if (rank + number + step) % 2:  # each rank begins with another one, long before it comes to this
+                time.sleep(0.2)
+            first = 100 * number + 10 * step
+            got = parents[number].channel(f"made {number} {step}").all_gather(torch.tensor([first + rank])).wait()
+            assert got.tolist() == [first + peer for peer in range(n)], (number, step)
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(15)
-    assert not wrong, wrong
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for another one's channel"
+    in_threads(2, work, 15)
     transport.all_gather(torch.zeros(1)).wait()
     for parent in parents:
         parent.close()
