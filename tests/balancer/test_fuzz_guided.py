@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def test_bytes_that_are_led_to_new_code_are_read_or_refused(target: str, tmp_pat
 
 def test_a_fault_behind_five_bytes_is_found(tmp_path: Path) -> None:
     done = fuzz("planted", tmp_path, 200)  # it ends as soon as it is found
-    assert done.returncode == FOUND, done.stderr[-3000:]
-    (found,) = tmp_path.glob("crash-*")
-    assert found.read_bytes().startswith(b"frees")
+    crashes = list(tmp_path.glob("crash-*"))
+    assert [crash.read_bytes()[:5] for crash in crashes] == [b"frees"], done.stderr[-3000:]
+    # On a busy machine an alarm of libFuzzer's may come while the interpreter ends.
+    assert done.returncode in (FOUND, -signal.SIGALRM), done.stderr[-3000:]
