@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ class _Berth:
             communicator = self.communicators["data"]
             slot = self._roll.reserve() if communicator.Get_rank() == 0 else -1
             mine = np.array([check_sizes, slot, *free], dtype=np.int64)
-            least, most = _find_least_and_most(communicator, mine, timeout_s, parting)
+            least, most = _find_least_and_most(communicator, mine, timeout_s, parting, self.columns["data"])
             check_sizes = bool(most[0])  # also when ranks disagree about that, which they will find out next
             for index in np.flatnonzero((least[2:] >= 0) & (least[2:] == most[2:])).tolist():
                 berth = self._below[index]
@@ -280,7 +281,7 @@ def _duplicate(communicator: MPI.Intracomm, timeout_s: float, parting: Parting |
 
 
 def _find_least_and_most(
-    communicator: MPI.Intracomm, numbers: NDArray[np.int64], timeout_s: float, parting: Parting
+    communicator: MPI.Intracomm, numbers: NDArray[np.int64], timeout_s: float, parting: Parting, column: Column
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The least and the greatest of each number over all ranks; collective. Both have the shape of `numbers`."""
     from mpi4py import MPI
@@ -289,7 +290,9 @@ def _find_least_and_most(
     least = np.empty_like(mine)
     with _Doubting(timeout_s):
         request = communicator.Iallreduce(mine, least, MPI.MIN)
-        _complete(request, (mine, least), communicator, timeout_s, parting)
+        number = column.begin()
+        _complete(request, (mine, least), communicator, timeout_s, parting, partial(column.missing, number))
+        column.finish()
     return least[0], -least[1]
 
 
@@ -305,15 +308,22 @@ def _gather_bytes(parting: Parting, timeout_s: float, mine: bytes, size: int) ->
 
 
 def _complete(
-    request: MPI.Request, memory: object, communicator: MPI.Intracomm, timeout_s: float, parting: Parting | None
+    request: MPI.Request,
+    memory: object,
+    communicator: MPI.Intracomm,
+    timeout_s: float,
+    parting: Parting | None,
+    missing: Callable[[], list[int] | None] = lambda: None,
 ) -> None:
     kept = Kept(request, memory)
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
+            absent = missing()
+            who = f"missing: ranks {absent}" if absent else "which ranks are missing is not known"
             raise TransportTimeout(
                 f"mpi: rank {communicator.Get_rank()} of {communicator.Get_size()} waited {timeout_s:g} s for the "
-                "others to make a channel; which ranks are missing is not known"
+                f"others to make a channel; {who}"
             )
         if parting is not None:
             parting.raise_if_a_peer_failed()
@@ -347,7 +357,6 @@ def _refuse_child_processes() -> None:
             "mpi: a child process of multiprocessing would join as the rank of its parent: connect in the process "
             "that mpiexec started"
         )
-
     if is_forked_child():
         raise Unavailable("mpi: a forked child of a rank is no rank: connect in the process that mpiexec started")
 

@@ -144,6 +144,7 @@ def test_an_error_that_is_caught_while_connecting_to_a_dead_rank_does_not_keep_t
     assert not done.timed_out, done.explain()
     for rank in (0, 2):
         assert seconds(reported(done, rank)) < 6
+        assert ("missing: ranks [1]" in reported(done, rank)) == (how == "gone before a channel"), done.explain()
 
 
 def test_a_forked_child_neither_uses_the_transport_nor_disturbs_its_parent() -> None:
