@@ -139,7 +139,8 @@ def _stages(found: dict[str, Any]) -> Table:
 
 
 def _note(found: dict[str, Any]) -> str:
-    low, middle, high = statistics.quantiles(slowdowns(found), n=4)
+    blocks = slowdowns(found)
+    low, middle, high = statistics.quantiles(blocks if len(blocks) > 1 else blocks * 2, n=4)
     cpu = statistics.median(found["balancer_cpu"])
     where = "The loop is pinned to one core, the balancer's thread to the rest, which it has to itself."
     if found["ranks"] > 1:
