@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from .roles import infer_roles
 
 Ints = NDArray[np.int64]
 _ROWS_AT_ONCE = 1024
+_NAMED_ID = re.compile(r"(^|[^a-z])ids?'$")
 
 
 @dataclass
@@ -222,6 +224,10 @@ def _flat_lengths(leaf: pa.Array, where: str) -> tuple[Ints, str]:
             "Lengths are bytes of text, not ids, so collisions are not known.",
         )
     elif pa.types.is_integer(kind):
+        if _NAMED_ID.search(where.lower()):
+            raise ValueError(
+                f"{where} holds one number a row, by its name an id: name a column of lists, or of lengths"
+            )
         lengths, what = leaf, "The numbers are taken for lengths, so collisions are not known."
     else:
         raise ValueError(f"{where} must hold lists, text or integer lengths, it holds {kind}")

@@ -117,6 +117,16 @@ def test_nulls_and_columns_without_ids_are_remarked(parquet: Path) -> None:
     assert "bytes of text" in read_histories(f"{parquet}:text", 100, 100).remarks[0]
 
 
+@pytest.mark.parametrize("name", ["id", "user_id", "itemIds", "bid", "n_paid"])
+def test_a_column_of_ids_is_not_taken_for_lengths(name: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({name: [7, 9]}), tmp_path / "d.parquet")
+    if name in ("id", "user_id"):
+        with pytest.raises(ValueError, match=f"column '{name}' holds one number a row, by its name an id"):
+            read_histories(f"{tmp_path}/d.parquet:{name}", 9, 9)
+    else:  # said in a remark alone
+        assert "taken for lengths" in read_histories(f"{tmp_path}/d.parquet:{name}", 9, 9).remarks[0]
+
+
 def test_only_as_many_rows_and_ids_are_kept_as_asked_for(parquet: Path) -> None:
     found = read_histories(f"{parquet}:uih", 3, 2)
     assert found.lengths.tolist() == [2, 0, 1]
