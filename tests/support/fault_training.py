@@ -259,8 +259,8 @@ def report(transport: Transport, said: str, folder: Path, pause_s: float = 1.5) 
     try:
         train(transport, said, folder, pause_s)
     except Exception as error:
-        said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        print(f"raised {said} | after {time.monotonic() - begun:.1f} s", flush=True)
+        told = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        print(f"raised {told} | after {time.monotonic() - begun:.1f} s", flush=True)
         if transport.rank == rank_in_trouble(said):
             raise
     else:
