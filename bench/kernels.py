@@ -196,8 +196,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
                 if place in known:
                     report.add([outcome for outcome in earlier if outcome.case == place])
                 elif time.monotonic() > until or stopping.requested:
-                    stopping.requested = True
-                    break
+                    stopping.requested = True  # what is known already is kept all the same
                 else:
                     _measure(case, options, report)
                 advance()
