@@ -119,7 +119,8 @@ class Rank(MeasuredRank):
         steps = max(pace.traced, pace.traced_ours) if looks_for_waits else pace.traced
         if not steps or not self._cuda:
             return
-        for _ in range(pace.traced_ours if looks_for_waits else 0):  # until memory allocators have found their sizes
+        # Until memory allocators have found their sizes: to allocate in a traced step holds up both ranks.
+        for _ in range(pace.traced_ours if looks_for_waits else pace.warm_up):
             trainer.step()
         what = f"{cell.cut}-{cell.ratio}-{cell.num_tables}-{cell.recurring}-{name}"
         self._record("trace", cell=asdict(cell), contender=name, path=str(self._trace_steps(trainer.step, steps, what)))
