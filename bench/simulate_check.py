@@ -13,7 +13,7 @@ import numpy as np
 from .embedding_report import Report
 from .embedding_settings import Cell, Sizes
 from .simulate_check_steps import compare_steps
-from .simulate_comparison import LINKS, Comparison
+from .simulate_comparison import LINKS, Comparison, bubble_ms
 from .simulate_network import CLUSTERS, Cluster
 from .simulate_step import TECHNIQUES, Model, StepLoad, Technique, simulate
 from .simulate_traffic import Traffic
@@ -62,9 +62,9 @@ def _cell(report: Report, link: str, cell: Cell) -> list[Comparison]:
         if contender in _CONTENDERS and measured.parts:
             technique = next(t for t in TECHNIQUES if t.name == _CONTENDERS[contender])
             compute_ms = measured.parts["compute_ms"]
-            bubble_ms = simulated_bubble_ms(technique, compute_ms, load, cluster)
-            bubble = measured.parts["bubble_ms"]
-            compared.append(Comparison(link, cell.title, technique.name, world_size, compute_ms, bubble, bubble_ms))
+            simulated = simulated_bubble_ms(technique, compute_ms, load, cluster)
+            bubble = bubble_ms(measured.step_ms, compute_ms, measured.parts["bubble_ms"])
+            compared.append(Comparison(link, cell.title, technique.name, world_size, compute_ms, bubble, simulated))
     return compared
 
 

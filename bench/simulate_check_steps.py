@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .end_to_end_settings import Cell
-from .simulate_comparison import LINKS, Comparison
+from .simulate_comparison import LINKS, Comparison, bubble_ms
 from .simulate_network import CLUSTERS
 from .simulate_step import TECHNIQUES, Model, StepLoad, Technique, simulate
 from .simulate_traffic import Traffic, expected_traffic, power_law_bins, with_collisions
@@ -35,21 +35,28 @@ def compare_steps(found: list[dict[str, Any]]) -> list[Comparison]:
     """
     traces: dict[tuple[str, Cell, str], dict[int, dict[str, Any]]] = {}
     items: dict[tuple[str, Cell], dict[int, float]] = {}
+    timed: dict[tuple[str, Cell, str], dict[int, float]] = {}
     for each in found:
         if each["kind"] == "trace" and "times" in each:
             key = (each["link"], Cell(**each["cell"]), each["contender"])
             traces.setdefault(key, {})[each["rank"]] = each["times"]
+        if each["kind"] == "measurement":
+            key = (each["link"], Cell(**each["cell"]), each["contender"])
+            timed.setdefault(key, {})[each["rank"]] = fmean(each["step_ms"])
         if each["kind"] == "workload":
             items.setdefault((each["link"], Cell(**each["cell"])), {})[each["rank"]] = fmean(each["ids_of_steps"])
     world_size = 1 + max((each["rank"] for each in found if "rank" in each), default=0)
     return [
-        _compare(key, times, items[key[:2]])
+        _compare(key, times, items[key[:2]], max(timed[key].values()))
         for key, times in traces.items()
         if len(times) == world_size == len(items.get(key[:2], {})) and key[2] in _CONTENDERS and not key[1].even
+        if key in timed
     ]
 
 
-def _compare(key: tuple[str, Cell, str], times: dict[int, dict[str, Any]], items: dict[int, float]) -> Comparison:
+def _compare(
+    key: tuple[str, Cell, str], times: dict[int, dict[str, Any]], items: dict[int, float], timed_ms: float
+) -> Comparison:
     link, cell, contender = key
     world_size, technique = len(times), _CONTENDERS[contender]
     computing = np.array([times[rank]["compute_by_step"] for rank in range(world_size)]).T / 1e3  # [steps, ranks]
@@ -57,8 +64,9 @@ def _compare(key: tuple[str, Cell, str], times: dict[int, dict[str, Any]], items
     steps = [StepLoad(each, traffic, np.zeros(world_size), 1) for each in computing] * _REPEATS
     cluster = replace(CLUSTERS[LINKS[link]], **({} if link == "sockets" else {"gpus_per_host": world_size}))
     simulated, _ = simulate(technique, steps, cluster, Model(row_bytes=4 * _DIM, contention=0.0))
-    compute_ms, bubble_ms = (fmean(each[name] for each in times.values()) for name in ("compute_ms", "bubble_ms"))
-    return Comparison(link, cell.title, technique.name, world_size, compute_ms, bubble_ms, simulated.bubble_ms)
+    compute_ms, traced_ms = (fmean(each[name] for each in times.values()) for name in ("compute_ms", "bubble_ms"))
+    measured_ms = bubble_ms(timed_ms, compute_ms, traced_ms)
+    return Comparison(link, cell.title, technique.name, world_size, compute_ms, measured_ms, simulated.bubble_ms)
 
 
 def _traffic(items: np.ndarray[Any, np.dtype[np.float64]], balanced: bool) -> Traffic:

@@ -91,13 +91,15 @@ class Cluster:
         return 1e-6 * (self.latency_us + self.round_us * rounds) + inside + between
 
 
+_HOST = {"launch_ms": 23.0, "launch_prioritized_ms": 29.7}  # steps of 10 ms of computing, two H200s, NVLink
+
 CLUSTERS: Mapping[str, Cluster] = {
     "paper": Cluster(),  # 600 GB/s NVSwitch counts both directions; 8 x 200 Gb/s InfiniBand a host
     "infiniband_400": Cluster(inside_gb_s=400.0, between_gb_s=50.0),
     "ethernet_100": Cluster(between_gb_s=1.56, peer_us=2.0, round_us=30.0),
-    "nvlink_pair": Cluster(gpus_per_host=2),
-    "shared_memory": Cluster(gpus_per_host=8, inside_gb_s=23.0, sm_free_inside_gb_s=23.0),
-    "sockets": Cluster(gpus_per_host=1, between_gb_s=2.0, peer_us=30.0, round_us=60.0),
+    "nvlink_pair": Cluster(gpus_per_host=2, **_HOST),
+    "shared_memory": Cluster(gpus_per_host=8, inside_gb_s=23.0, sm_free_inside_gb_s=23.0, **_HOST),
+    "sockets": Cluster(gpus_per_host=1, between_gb_s=2.0, peer_us=30.0, round_us=60.0, **_HOST),
 }
 """Clusters by name: the paper's, faster and slower ones, and the links between two GPUs that can be measured."""
 

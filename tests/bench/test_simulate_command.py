@@ -54,11 +54,11 @@ def test_of_several_launches_steps_are_compared_with_their_own_bubble(tmp_path: 
     assert sdd.measured_ms == 17.0
 
 
-def test_steps_too_short_for_the_model_are_told_apart() -> None:
+def test_steps_so_short_that_hosts_may_be_late_are_told_apart() -> None:
     good, bad = (Comparison("nvlink", "w", "t", 2, *values) for values in ((99.0, 1.0, 1.5), (25.0, 25.0, 0.0)))
     line = said([good, bad])
     assert "Checked against 1 measured steps: a simulated step is off by 0.5 % in the median and 0.5 % at most" in line
-    assert "1 steps with less than 40 ms of computing are beside the model" in line
+    assert "Against 1 steps with less than 40 ms of computing, as timed without" in line
     assert "off by 50.0 % in the median" in line
     assert "beside the model" not in said([good])
 
