@@ -123,9 +123,9 @@ def test_slots_come_back_and_when_none_is_left_nothing_is_counted(pair: Pair) ->
     assert column.missing(2) is None
 
 
-@pytest.mark.parametrize("told", ["", "-1", "128", "99999999999999999999", "one", "٣", "1.0"])
-def test_what_is_no_slot_is_none(told: str, pair: Pair) -> None:
-    assert pair.roll.slot(told) == -1
+def test_what_is_no_slot_is_none(pair: Pair) -> None:
+    for told in ("", "-1", "128", "99999999999999999999", "one", "٣", "1.0"):
+        assert pair.roll.slot(told) == -1, told
     assert pair.roll.slot("5") == 5
 
 
