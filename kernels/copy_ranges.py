@@ -22,7 +22,7 @@ Then there are two ways to copy:
   copies several pieces after one search.
 
 Row numbers and addresses are int64 throughout. Rows of 4 or 8 bytes in more ranges than a program scans have a kernel
-of their own (copy_narrow.py).
+of their own (copy_narrow.py), unless most ranges are short.
 """
 
 # Triton's constexpr arguments are constants and named like ones; Triton gives its functions no types.
@@ -59,6 +59,7 @@ WALKED = 16  # ranges that are walked instead of searched
 WINDOW = 32  # ranges whose numbers a walk holds in registers
 WAYS = 128  # probes of one search step
 SCANNED_SIZES = (128, 256, 512)  # lengths that every program may scan itself; more than the first only
+SHORTEST = 64  # mean length from which on copy_narrow.py serves, which walks all ranges
 JAGGED_SCANNED = 256  # the most for rows of 4 or 8 bytes whose places are sums of lengths, too
 MAX_TILES_SCANNING = 2048  # if there are at most so many programs
 PIECES = 2  # of TILE_BYTES, that one program copies one after the other, with one search for both,
@@ -238,7 +239,7 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
     latent = total * sum(sizes) <= LATENT_BYTES.get(min(words), 0) and max(sizes) <= NARROW_BYTES
     pieces = PIECES if total * sum(sizes) > LARGE_BYTES else 1
     tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent, pieces)
-    narrow = words == tuple(sizes) and min(words) >= 4
+    narrow = words == tuple(sizes) and min(words) >= 4 and ranges.count * SHORTEST <= total
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows, narrow=narrow)
     follows = False
     if not scanned and ranges.offsets is None:

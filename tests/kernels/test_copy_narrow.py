@@ -18,6 +18,7 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What numbers the rows; few ranges count as many, and few rows fill several pieces of several programs."""
     copy_narrow = pytest.importorskip("freescale.kernels.copy_narrow", reason="triton is not installed")
     monkeypatch.setattr("freescale.kernels.copy_ranges.SCANNED_SIZES", (0,))
+    monkeypatch.setattr("freescale.kernels.copy_ranges.SHORTEST", 0)
     monkeypatch.setattr(copy_narrow, "layout_of", lambda *_, gather: copy_narrow.Layout(128, 2 + gather, 2, 8))
     if request.param == "64 bits":
         monkeypatch.setattr(copy_narrow, "_REACH", 0)
@@ -80,9 +81,9 @@ def test_places_outside_harm_nothing(launched: Any, wild: int) -> None:
 
 @pytest.mark.gpu
 def test_ids_beyond_two_to_the_31_rows_are_addressed() -> None:
-    size = 2**31 + 4096
+    size = 2**31 + 65536
     values = torch.empty(size, dtype=torch.int32, device="cuda")
-    values[-4096:] = torch.arange(4096, device="cuda")
-    starts = torch.arange(size - 4096, size, 4, device="cuda").flip(0)
-    moved = dispatch_ranges(values, starts, torch.full_like(starts, 4), 4096)
-    assert torch.equal(moved.view(-1, 4).flip(0).reshape(-1), values[-4096:])
+    values[-65536:] = torch.arange(65536, device="cuda")
+    starts = torch.arange(size - 65536, size, 64, device="cuda").flip(0)
+    moved = dispatch_ranges(values, starts, torch.full_like(starts, 64), 65536)
+    assert torch.equal(moved.view(-1, 64).flip(0).reshape(-1), values[-65536:])

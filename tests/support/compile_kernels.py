@@ -71,9 +71,11 @@ def main() -> None:
         device_jagged.permute_jagged(narrow[:1], lengths.int(), starts, total)
         device_jagged.combine_ranges(narrow, starts, lengths.int(), total)
         device_jagged.dispatch_ranges([torch.zeros(total, 128)], starts, lengths, total)
+        shortest, copy_ranges.SHORTEST = copy_ranges.SHORTEST, 0
         for tensors in (narrow[1:], narrow[2:]):
             device_jagged.permute_jagged(tensors, lengths, starts.int(), total)
             device_jagged.combine_ranges(tensors, starts, lengths, total)
+        copy_ranges.SHORTEST = shortest
         device_jagged.transpose_keyed([torch.zeros(total, 3), torch.zeros(total, 700)], lengths.view(4, -1))
         limits = copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES
         copy_ranges.LATENT_BYTES, copy_ranges.LARGE_BYTES = {}, 0
