@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .embedding_report import TITLES, Report
+from .embedding_report import TITLES, Measured, Report
 from .end_to_end_report import Key, Row, rows
 from .simulate_check import NO_SIZES
+from .simulate_comparison import bubble_ms
 from .virtual_study import AS_LOADED, COST_MODEL, FLOOR
 
 Found = dict[str, Any]
@@ -135,15 +136,18 @@ def _embedding(found: Found) -> str:
     report = Report(NO_SIZES, found["found"], [], [])
     said = []
     for link in report.links():
-        cell = report.cells(link)[0]
+        cell = max(report.cells(link), key=lambda cell: cell.cut)
         found = {name: report.measured(link, cell, name) for name in report.contenders(link, cell)}
-        shown = [
-            f"{TITLES[name]} {each.exposed_ms:.2f} ({each.parts['bubble_ms']:.1f})"
-            for name, each in found.items()
-            if each.parts
-        ]
+        shown = [f"{TITLES[name]} {_exposed(each)}" for name, each in found.items() if each.parts]
         said.append(f"{link}, {cell.title}: exposed ms (bubble): {', '.join(shown)}")
     return "\n".join(said)
+
+
+def _exposed(found: Measured) -> str:
+    """Exposed traffic, and the bubble; only what bounds both where the profiler made the step longer."""
+    traced = found.parts["bubble_ms"]
+    bubble = bubble_ms(found.step_ms, found.parts["compute_ms"], traced)
+    return f"{found.exposed_ms:.2f} ({traced:.1f})" if bubble == traced else f"at most {bubble:.1f}"
 
 
 def _end_to_end(found: Found) -> str:
@@ -154,9 +158,13 @@ def _end_to_end(found: Found) -> str:
     said = []
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in measured):
         at = {name: measured.get((link, cell, key)) for key, name in _SHORT.items()}
-        shown = [f"{row.bubble:.1f} ms ({name})" for name, row in at.items() if row is not None and row.traced]
+        shown = [
+            f"{row.step:.1f} ({bubble_ms(row.step, row.compute, row.bubble):.1f}) {name}"
+            for name, row in at.items()
+            if row is not None and row.traced
+        ]
         if len(shown) > 1 and not cell.even:
-            said.append(f"{link}, {cell.title}: bubble {', '.join(shown)}")
+            said.append(f"{link}, {cell.title}: step (bubble) ms: {', '.join(shown)}")
     return f"{world_size} GPUs; " + "\n".join(said or ["nothing traced of two to compare"])
 
 

@@ -152,7 +152,8 @@ def test_measurements_of_two_gpus_are_put_in_words(tmp_path: Path) -> None:
         "TorchRec SDD 0.00 (12.0), ours, prioritized 0.00 (1.2)"
     )
     assert said["Figure 11"] == (
-        "2 GPUs; nvlink, cut 8,000, 128 samples a rank: bubble 20.0 ms (TorchRec), 17.0 ms (SDD), 1.5 ms (ours)"
+        "2 GPUs; nvlink, cut 8,000, 128 samples a rank: step (bubble) ms: 125.0 (20.0) TorchRec, "
+        "122.0 (17.0) SDD, 106.5 (1.5) ours"
     )
 
 
