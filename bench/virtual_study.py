@@ -140,7 +140,8 @@ class Study:
         )
         # three plans, the floor, and warming up
         timer = self._timer
-        return 4.2 * float(np.minimum(timer.repeats * ranks, np.maximum(timer.enough_s, ranks) + ranks).sum())
+        times = np.minimum(timer.repeats, np.ceil(timer.enough_s / np.maximum(ranks, 1e-9)))
+        return 4.2 * float((times * ranks).sum())
 
     def fit(self) -> ComputeFit:
         """Compute time as a function of lengths, over all that was measured."""

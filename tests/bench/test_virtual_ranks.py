@@ -78,7 +78,13 @@ def test_what_a_point_will_take_is_known_after_the_first() -> None:
     assert found.predicted_s(base, 1) == 0
     found.measure(base, 1, lambda: None)
     twice = found.predicted_s(Point(21000, 16, 16), 1)
-    assert 1.5 < twice / found.predicted_s(base, 1) < 2.5
+    once = found.predicted_s(base, 1)
+    assert 1.5 < twice / once < 2.5
+    timer = found._timer
+    timer.repeats = 3
+    assert found.predicted_s(base, 1) == pytest.approx(3 * once)
+    timer.enough_s = 1e-9
+    assert found.predicted_s(base, 1) == pytest.approx(once), "what takes long enough is timed once"
 
 
 def test_the_points_are_those_of_the_axes_each_once() -> None:
