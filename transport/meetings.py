@@ -181,7 +181,7 @@ class Meetings:
         number = self._next[peer]
         self._next[peer] = number + 1
         mine, theirs = self._places(peer, number)
-        self._await_room(theirs, number, peer, deadline)
+        self._await_room(number, peer, deadline)
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
         sent_at, received_at = source[1] + int(exchange.sent_at[peer]), target[1] + int(exchange.received_at[peer])
         record = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 1)
@@ -229,10 +229,16 @@ class Meetings:
     def _lock(self, other: int) -> AbstractContextManager[None]:
         return self._segment.locked(min(self._me, other) * self._n + max(self._me, other))
 
-    def _await_room(self, theirs: int, number: int, peer: int, deadline: float) -> None:
-        """A record serves again after RING meetings; before that, the peer must have seen it."""
-        needed = number - RING + 1
-        while needed > self._first and self._record_words[theirs + _NUMBER] < needed:
+    def _await_room(self, number: int, peer: int, deadline: float) -> None:
+        """A record serves again after RING meetings: when the peer has come to a later one, and so is through with it.
+
+        That it has come to that meeting itself is not enough: it may be about to look whether this rank has.
+        """
+        later = number - RING + 1
+        if later <= self._first:
+            return
+        at = self._places(peer, later)[1] + _NUMBER
+        while self._record_words[at] < later + 1:
             if time.monotonic() > deadline:
                 raise TransportTimeout(f"rank {peer} is {RING} exchanges behind rank {self._rank}")
             time.sleep(_NAP_S)

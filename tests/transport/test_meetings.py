@@ -150,3 +150,16 @@ def test_a_rank_far_ahead_waits_for_the_other_until_the_deadline(segment: Segmen
         ranks[0].come()
     with pytest.raises(TransportTimeout, match=f"rank 1 is {RING} exchanges behind rank 0"):
         ranks[0].come(deadline_s=0.05)
+
+
+def test_a_record_is_not_written_over_before_the_other_has_made_up_its_mind(segment: Segment) -> None:
+    """It was: a rank held up between its two looks took the other for absent, which counted on it, and both waited."""
+    slow, fast = (Rank(rank, segment, 7, 0.0) for rank in range(2))
+    source, target = slow.meetings._export(slow.exchange.source), slow.meetings._export(slow.exchange.target)
+    came = slow.meetings._come(slow.exchange, 1, source, target, time.monotonic() + 1)
+    assert fast.come().both_here
+    for _ in range(RING - 1):
+        fast.come()
+    with pytest.raises(TransportTimeout, match=f"rank 0 is {RING} exchanges behind rank 1"):
+        fast.come(deadline_s=0.05)
+    assert slow.meetings._settle(slow.exchange, came).both_here
