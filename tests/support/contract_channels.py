@@ -61,8 +61,11 @@ def check_threads_make_channels_at_once_in_any_order(transport: Transport) -> No
             if (rank + number + step) % 2:  # each rank begins with another one, long before it comes to this
                 time.sleep(0.2)
             first = 100 * number + 10 * step
-            got = parents[number].channel(f"made {number} {step}").all_gather(torch.tensor([first + rank])).wait()
+            lane = parents[number].channel(f"made {number} {step}")
+            got = lane.all_gather(torch.tensor([first + rank])).wait()
             assert got.tolist() == [first + peer for peer in range(n)], (number, step)
+            parents[number].all_gather(torch.zeros(1)).wait()
+            lane.close()
 
     in_threads(2, work, 15)
     transport.all_gather(torch.zeros(1)).wait()
