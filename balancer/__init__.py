@@ -5,6 +5,7 @@ run the protocol/ over batches/, which adapters/ make of users' own and partitio
 DataPipe, node, the staged pipeline, reports.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .adapters.adapt import Adapter, adapter_for
@@ -15,7 +16,6 @@ from .hooks import Attachment, attach
 from .loader import BalancedLoader, balance
 from .loss_scaled import LossScaled
 from .metrics import imbalance, sparsity, straggler_percentage
-from .node import BalancerNode
 from .partitioners.constraints import capped, grouped, keep_together
 from .partitioners.cost import CostModel
 from .partitioners.partition import fixed_batch_size, greedy_batch_size, home_batch_size
@@ -27,6 +27,7 @@ from .reshard import reshard
 
 if TYPE_CHECKING:
     from .batches.parquet import ParquetSource, read_parquet
+    from .node import BalancerNode
 
 __all__ = [
     "Adapter",
@@ -69,11 +70,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the Parquet source when it is asked for, since importing Arrow takes a tenth of a second."""
-    if name not in ("ParquetSource", "read_parquet"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .batches import parquet
+# Imported when they are asked for: Arrow takes a tenth of a second to import, torchdata's nodes a hundredth.
+_LATER = {"BalancerNode": ".node", "ParquetSource": ".batches.parquet", "read_parquet": ".batches.parquet"}
 
-    globals()[name] = getattr(parquet, name)
+
+def __getattr__(name: str) -> Any:
+    """Import what takes long to import."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(import_module(_LATER[name], __name__), name)
     return globals()[name]

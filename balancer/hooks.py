@@ -17,9 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .datapipe import BalancerIterDataPipe
 from .loader import BalancedLoader
-from .node import BalancerNode
 
 _FORWARD = frozenset({"hello", "gather_lengths", "gather_candidates"})
 _AFTER_FORWARD = _FORWARD | {"load"}  # where no optimizer step did it: at the start, between accumulated gradients
@@ -106,6 +104,5 @@ def attach(balancer: Any, model: nn.Module, optimizer: Any) -> Attachment:
 
 def balanced_loader(loader: Any) -> BalancedLoader[Any] | None:
     """The balanced loader that is, or is inside, what the user iterates; None when nothing is balanced."""
-    if isinstance(loader, (BalancerNode, BalancerIterDataPipe)):
-        return loader.loader
-    return loader if isinstance(loader, BalancedLoader) else None
+    inner = loader if isinstance(loader, BalancedLoader) else getattr(loader, "loader", None)  # of a node or DataPipe
+    return inner if isinstance(inner, BalancedLoader) else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-from torchdata.nodes import BaseNode
+
+if TYPE_CHECKING:
+    from torchdata.nodes import BaseNode
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _USE_STATEFUL = "use a loader with a state, such as torchdata.stateful_dataloader.StatefulDataLoader"
@@ -159,13 +162,19 @@ class NodeSource:
         """Every epoch begins alike."""
 
 
+def _is_node(loader: Any) -> TypeGuard[BaseNode[Any]]:
+    """Whether it is a torchdata node: whoever has one has imported its class."""
+    nodes = sys.modules.get("torchdata.nodes")
+    return nodes is not None and isinstance(loader, nodes.BaseNode)
+
+
 def source_of(loader: Any, fingerprint: Callable[[Any], int]) -> Source:
     """Choose how to read a loader.
 
     Raises:
         TypeError: It cannot be iterated.
     """
-    if isinstance(loader, BaseNode):
+    if _is_node(loader):
         return NodeSource(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulSource(loader)
