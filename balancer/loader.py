@@ -98,13 +98,8 @@ class BalancedLoader(Generic[T]):
         self._partitioner = partitioner
         self._measure_lengths = lengths if callable(lengths) else None
         self._jagged = dict(jagged or {})
-        names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
-        names = tuple(self._values_field(name) for name in names)
-        if not names and self._measure_lengths is None:
-            raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
         asked = (*getattr(partitioner, "gather", ()), *((gather,) if isinstance(gather, str) else gather))
-        candidates = None if candidates is None else self._values_field(candidates)
-        self._selection = Selection(names, candidates, tuple(dict.fromkeys(asked)), drop_small)
+        self._selection = self._select(lengths, candidates, asked, drop_small)
         self._adapter: Adapter[Any] | None = None
         self._provisional = False  # the first batch was empty, so its types may be anything
         self._schema: Schema | None = None  # of the first batch; the adapter sees to it that later ones are alike
@@ -221,6 +216,15 @@ class BalancedLoader(Generic[T]):
             )
 
     # ---- batches
+
+    def _select(self, lengths: Lengths, candidates: str | None, gather: Sequence[str], drop_small: bool) -> Selection:
+        """What every batch is asked for, by the columns that hold it."""
+        names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
+        names = tuple(self._values_field(name) for name in names)
+        if not names and not callable(lengths):
+            raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
+        candidates = None if candidates is None else self._values_field(candidates)
+        return Selection(names, candidates, tuple(dict.fromkeys(gather)), drop_small)
 
     def _values_field(self, name: str) -> str:
         """The column that a name stands for: lengths given as a field of their own belong to their values' column."""
