@@ -87,18 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON of bench.embedding or bench.end_to_end: compare with their measured steps first",
     )
-    add(
-        "--trace",
-        type=output_file,
-        metavar="FILE.json",
-        help="write the smallest and largest run for Perfetto",
-    )
-    add(
-        "--trace-plot",
-        type=output_file,
-        metavar="FILE.png",
-        help="draw two steps of the smallest run, with and without",
-    )
+    add("--trace", type=output_file, metavar="FILE.json", help="write the smallest and largest run for Perfetto")
+    steps = "draw two steps of the smallest run, with and without"
+    add("--trace-plot", type=output_file, metavar="FILE.png", help=steps)
     add("--json", type=output_file, metavar="FILE", help="write all figures to a file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw the figures (needs matplotlib)")
     add("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file with hardware and command")
@@ -108,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, console: Console) -> None:
     if options.plot is not None or options.trace_plot is not None:
         from . import pictures  # noqa: F401 - before the work, so that a missing library shows at once
-    if not 0 <= options.contention < 10 or not 0 < options.layers < 1e6:
-        raise ValueError(
-            f"--contention must be in [0, 10) and --layers over 0, got {options.contention}, {options.layers}"
-        )
-    if options.collisions is not None and not 0 <= options.collisions <= 1:
-        raise ValueError(f"--collisions must be from 0 to 1, got {options.collisions}")
+    _check_ranges(options)
     clusters = {name: cluster_of(name) for name in options.cluster}
     fit, came_from = compute_of(options.compute, options.layers)
     samples = samples_of(options.data, options.seed)
@@ -124,14 +110,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     checks: list[Table | str] = [comparison_table(compared), said_of(compared)] if compared else [_UNCHECKED]
     for check in checks:
         _print(check, console)
-    rows: list[Row] = []
-    schedules: dict[str, Schedule] = {}
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        for world_size in progress.track(options.world_size, description="simulating"):
-            found, events = simulate_all(workload, world_size, clusters, model)
-            rows += found
-            if world_size in (min(options.world_size), max(options.world_size)):
-                schedules |= {f"{world_size} ranks, {name}": schedule for name, schedule in events.items()}
+    rows, schedules = _simulate_sizes(options.world_size, workload, clusters, model, console)
     tables = [_table(rows, name, options) for name in clusters]
     said = [verdict(rows), _method(samples.title, came_from, fit, clusters, options.collisions)]
     parts: list[Table | str] = [*tables, *said]
@@ -160,6 +139,30 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         about: list[Table | str] = [*said, *checks, *shown, *tables]
         path = write_result(options.results, "simulate", "Many ranks, simulated", environment(), about)
         console.print(f"written to {path}")
+
+
+def _check_ranges(options: argparse.Namespace) -> None:
+    if not 0 <= options.contention < 10 or not 0 < options.layers < 1e6:
+        raise ValueError(
+            f"--contention must be in [0, 10) and --layers over 0, got {options.contention}, {options.layers}"
+        )
+    if options.collisions is not None and not 0 <= options.collisions <= 1:
+        raise ValueError(f"--collisions must be from 0 to 1, got {options.collisions}")
+
+
+def _simulate_sizes(
+    sizes: Sequence[int], workload: Workload, clusters: dict[str, Cluster], model: Model, console: Console
+) -> tuple[list[Row], dict[str, Schedule]]:
+    """Rows of every number of ranks, and the schedules of the smallest and the largest, which traces show."""
+    rows: list[Row] = []
+    schedules: dict[str, Schedule] = {}
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        for world_size in progress.track(sizes, description="simulating"):
+            found, events = simulate_all(workload, world_size, clusters, model)
+            rows += found
+            if world_size in (min(sizes), max(sizes)):
+                schedules |= {f"{world_size} ranks, {name}": schedule for name, schedule in events.items()}
+    return rows, schedules
 
 
 def _write_traces(
