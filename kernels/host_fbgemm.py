@@ -21,12 +21,13 @@ from torch import Tensor
 
 _LARGEST_BYTES = 16 * 2**20  # beyond, Arrow's allocator keeps memory that malloc would fetch anew, page by page
 _WORDS = {8: torch.int64, 4: torch.int32}  # of the integers it takes no narrower ones
-_OWN = (torch.int64, torch.int32, torch.float32, torch.float64)  # what it takes as it is
+_OWN = (torch.int64, torch.int32, torch.float32)  # what it takes as it is; doubles only in some versions
+_MOST_NARROW = 2**31 - 1  # rows up to which it adds up lengths of 32 bits, in as many
 
 
 def is_loaded() -> bool:
-    """Whether the program has imported FBGEMM."""
-    return "fbgemm_gpu" in sys.modules
+    """Whether the program has imported FBGEMM, to the end: another thread may be at it."""
+    return "fbgemm_gpu" in sys.modules and hasattr(torch.ops.fbgemm, "permute_1D_sparse_data")
 
 
 def serves(values: Tensor, count: int) -> bool:
@@ -93,6 +94,8 @@ def permute_rows(values: Tensor, lengths: Tensor, rows: Tensor, count: int) -> T
         Shape [count, ...].
     """
     operator: Any = torch.ops.fbgemm.permute_1D_sparse_data.default
+    if values.shape[0] > _MOST_NARROW:
+        lengths = lengths.long()
     if values.dtype in _OWN and values.dim() == 1:
         result: Tensor = operator(rows, lengths, values, None, count)[1]
         return result
@@ -111,4 +114,5 @@ def row_bytes(values: Tensor) -> int:
 
 
 def _word(values: Tensor, size: int) -> int:
-    return math.gcd(8, size, values.data_ptr())
+    # Torch views bytes as wider words only from a multiple of such a word in the storage.
+    return math.gcd(8, size, values.data_ptr(), values.storage_offset() * values.element_size())

@@ -18,7 +18,7 @@ from . import host_fbgemm, reference
 from .host_copy import gather_ranges, gather_rows
 
 _Integers = NDArray[np.int64]
-_sum, _least = np.add.reduce, np.minimum.reduce  # without the methods' Python wrappers
+_sum, _least, _most = np.add.reduce, np.minimum.reduce, np.maximum.reduce  # without the methods' Python wrappers
 _FEW = 4  # ranges, of which torch copies each by itself before Arrow is ready
 _MANY = 1 << 12  # ranges of less than a row each, which torch copies row by row before Arrow has found each
 
@@ -121,10 +121,13 @@ def _integers(tensor: Tensor) -> _Integers:
 
 def _check_jagged(values: list[Tensor], lengths: _Integers) -> None:
     rows = values[0].shape[0]
-    if len(lengths) and _least(lengths) < 0:
+    # One pass tells of negative lengths, too, and of ones so large that their sum would begin anew at 0.
+    fits = not len(lengths) or _most(lengths.view(np.uint64)) <= rows
+    if fits and rows == _sum(lengths):
+        return
+    if lengths.min(initial=0) < 0:
         _refuse_negative(lengths)
-    if rows != _sum(lengths):
-        raise ValueError(f"lengths must add up to the rows of values ({rows}), got {lengths.sum()}")
+    raise ValueError(f"lengths must add up to the rows of values ({rows}), got {sum(lengths.tolist())}")
 
 
 def _check_ranges(starts: _Integers, lengths: _Integers, limit: int, limit_name: str) -> None:
@@ -140,7 +143,7 @@ def _check_ranges(starts: _Integers, lengths: _Integers, limit: int, limit_name:
     i = int(((starts < 0) | (starts > limit - lengths)).argmax())
     raise ValueError(
         f"starts and lengths must stay within {limit_name} ({limit}), "
-        f"got [{starts[i]}, {starts[i] + lengths[i]}) at {i}"
+        f"got [{starts[i]}, {int(starts[i]) + int(lengths[i])}) at {i}"
     )
 
 

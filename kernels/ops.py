@@ -147,6 +147,11 @@ def _has_only_ordinary(values: list[Tensor], arguments: tuple[Any, ...]) -> bool
     return _ORDINARY.issuperset(map(type, values)) and _ORDINARY.issuperset(map(type, arguments))
 
 
+def _are_as_they_lie(values: list[Tensor]) -> bool:
+    """Whether none is the conjugate or the negative of what its memory holds, which PyTorch's dispatch would settle."""
+    return True not in [tensor.is_conj() or tensor.is_neg() for tensor in values]
+
+
 def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
     """Define an operator in both overloads; return a function that calls the one that its arguments need."""
     for overload in (name, f"{name}.plain"):
@@ -164,6 +169,8 @@ def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None]
         if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in values]:
             return differentiable(values, *args)
         if torch.compiler.is_compiling() or _is_watched() or not _has_only_ordinary(values, args):
+            return plain(values, *args)
+        if not _are_as_they_lie(values):
             return plain(values, *args)
         first = values[0]
         if first.is_cpu:

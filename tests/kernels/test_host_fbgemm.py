@@ -23,6 +23,14 @@ def test_a_permute_does_not_load_fbgemm() -> None:
     assert said.stdout.strip() == "[4, 5, 0] False False"
 
 
+def test_fbgemm_is_not_used_while_it_is_being_imported() -> None:
+    importing = "import sys, types\nsys.modules['fbgemm_gpu'] = types.ModuleType('fbgemm_gpu')\n"  # as import begins
+    said = subprocess.run(
+        [sys.executable, "-c", importing + _PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout.strip() == "[4, 5, 0] True False"
+
+
 def test_fbgemm_is_used_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
     monkeypatch.setattr(host_fbgemm, "is_loaded", lambda: True)  # whatever other tests say of the whole session

@@ -19,6 +19,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = torch.tensor([1, 3, 0, 2])
 ROWS = torch.tensor([3, 1, 1, 0, 3])  # repeats, and row 2 left out
 STARTS = torch.tensor([4, 0, 6, 8])  # no overlap, gaps
+LONGEST = torch.tensor([2**63 - 1, 2**63 - 1, 8, 0])  # modulo 2^64 they add up to 6
 OVERLAPPING = torch.tensor([2, 0, 1, 3])
 
 
@@ -109,6 +110,15 @@ def test_a_compiled_function_takes_sizes_that_it_does_not_know() -> None:
     assert torch.equal(compiled(torch.arange(6)), FUNCTIONS["permute"](torch.arange(6)) * 2)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_conjugates_and_negatives_move_as_what_they_stand_for(device: str) -> None:
+    """PyTorch keeps both as a bit beside memory that says otherwise."""
+    lengths, order = torch.full((8,), 5, device=device), torch.arange(8, device=device).flip(0)
+    numbers = torch.randn(40, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).to(device)
+    for values in (numbers.conj(), torch._neg_view(numbers.real.contiguous())):
+        assert torch.equal(permute_jagged(values, lengths, order, 40)[0], values.view(8, 5).flip(0).reshape(-1))
+
+
 def test_one_tensor_gives_a_tensor_and_a_sequence_gives_a_list() -> None:
     alone = dispatch_ranges(torch.arange(9), OVERLAPPING, LENGTHS)
     together = dispatch_ranges((torch.arange(9), torch.arange(18).view(9, 2)), OVERLAPPING, LENGTHS)
@@ -124,6 +134,8 @@ def test_one_tensor_gives_a_tensor_and_a_sequence_gives_a_list() -> None:
         (lambda: permute_jagged(torch.arange(6), LENGTHS, ROWS[None]), ValueError, "rows must have 1 dimension"),
         (lambda: permute_jagged(torch.arange(6), LENGTHS, ROWS + 1), ValueError, "from 0 to 3, got 1 to 4"),
         (lambda: permute_jagged(torch.arange(5), LENGTHS, ROWS), ValueError, "add up to the rows of values"),
+        (lambda: permute_jagged(torch.arange(6), LONGEST, ROWS), ValueError, r"\(6\), got 18446744073709551622"),
+        (lambda: dispatch_ranges(torch.arange(6), LONGEST, LONGEST), ValueError, r"18446744073709551614\) at 0"),
         (lambda: permute_jagged(torch.arange(6), LENGTHS, ROWS, 9), ValueError, r"sum of the lengths \(11\), got 9"),
         (lambda: permute_jagged([], LENGTHS, ROWS), ValueError, "at least one tensor"),
         (lambda: permute_jagged([torch.ones(6), torch.ones(5)], LENGTHS, ROWS), ValueError, "the same number of them"),
