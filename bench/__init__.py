@@ -1,7 +1,7 @@
 """One command for each question that a user or the paper asks: `python -m freescale.bench.NAME --help`.
 
-A command is a file with `main`; what ranks run ends with _rank, pictures with _plot, tables with _report. Results
-lie in results/, dated, with their hardware and command. `inspect`, `demo` and `report` are where to start.
+A command is a file with `main`; what its ranks run ends with _rank, plots of its figures with _plot, its tables with
+_report. Results lie in results/, dated, with their hardware and command. Start with `inspect`, `demo` and `report`.
 """
 
 import importlib.util
