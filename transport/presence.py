@@ -46,6 +46,7 @@ class Presence:
             family, address = _address_towards(store)
             listening = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
             weakref.finalize(self, listening.close)
+            _listening.add(listening)
             where = f"{_network()} {address} {listening.getsockname()[1]}"
         with suppress(RuntimeError):  # whoever needs the store next says what is wrong with it
             store.set(self._keys[rank], where)
@@ -82,17 +83,19 @@ class Presence:
 
     def _refusing(self, peers: Sequence[int]) -> list[int]:
         """Connect to all at once; ranks where nobody listens any more."""
-        refusing, deadline = [], time.monotonic() + _SILENCE_S
-        with ExitStack() as stack:
+        refusing: list[int] = []
+        deadline = time.monotonic() + _SILENCE_S
+        with suppress(OSError), ExitStack() as stack:  # what cannot be found out here is not known
             waiting = stack.enter_context(selectors.DefaultSelector())
             for peer in peers:
-                address = self._addresses[peer]
-                probe = stack.enter_context(socket.socket(_family(address[0])))
-                probe.setblocking(False)
-                if (code := probe.connect_ex(address)) == errno.EINPROGRESS:
-                    waiting.register(probe, selectors.EVENT_WRITE, (peer, probe))
-                elif code == errno.ECONNREFUSED:
-                    refusing.append(peer)
+                with suppress(OSError):  # too many files, or an address of an interface that this host has not
+                    address = self._addresses[peer]
+                    probe = stack.enter_context(socket.socket(_family(address[0])))
+                    probe.setblocking(False)
+                    if (code := probe.connect_ex(address)) == errno.EINPROGRESS:
+                        waiting.register(probe, selectors.EVENT_WRITE, (peer, probe))
+                    elif code == errno.ECONNREFUSED:
+                        refusing.append(peer)
             while waiting.get_map() and (seconds := deadline - time.monotonic()) > 0:
                 for key, _ in waiting.select(seconds):
                     peer, probe = key.data
@@ -100,6 +103,19 @@ class Presence:
                     if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
                         refusing.append(peer)
         return refusing
+
+
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """A child forked from a rank, such as a worker of a DataLoader, may outlive it: it must not go on listening."""
+    for listening in list(_listening):
+        listening.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _address_towards(store: Any) -> tuple[socket.AddressFamily, str]:

@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from freescale.transport.presence import Presence
+from freescale.transport.presence import Presence, _network
 
 torch_distributed: Any = dist  # torch's stubs lack what is used through this name
 
 LISTENS = """
-import signal, sys
+import os, signal, sys, time
 import torch.distributed as dist
 from freescale.transport.presence import Presence
 presence = Presence(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), "here", 1, 2)
+if len(sys.argv) > 2 and os.fork() == 0:
+    time.sleep(20)  # as a worker of a DataLoader, which looks every 5 s whether its parent is there
+    os._exit(0)
 print("listens", flush=True)
 signal.pause()
 """
@@ -57,10 +60,15 @@ def test_whoever_let_go_of_the_transport_is_gone_for_all_others(store: Any) -> N
     assert [presence.gone() for presence in made] == [[1, 3]] * 3
 
 
-@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_process_is_gone_and_a_stopped_one_is_not(ends: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("ends", "forks"), [(signal.SIGKILL, []), (signal.SIGSTOP, []), (signal.SIGKILL, ["and forks"])]
+)
+def test_a_killed_process_is_gone_also_if_its_children_are_not_and_a_stopped_one_is_not(
+    ends: signal.Signals, forks: list[str]
+) -> None:
     store = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    child = subprocess.Popen([sys.executable, "-c", LISTENS, str(store.port)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", LISTENS, str(store.port), *forks]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == b"listens\n"
@@ -71,8 +79,18 @@ def test_a_killed_process_is_gone_and_a_stopped_one_is_not(ends: signal.Signals)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert ours.gone() == ([1] if ends == signal.SIGKILL else [])
     finally:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.communicate(timeout=10)
+
+
+def test_an_address_that_means_nothing_on_this_host_keeps_nobody_from_the_others() -> None:
+    store = torch_distributed.HashStore()
+    ours = Presence(store, "here", 0, 3)
+    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
+        store.set("here/presence/2", f"{_network()} 127.0.0.1 {closed_soon.getsockname()[1]}")
+    store.set("here/presence/1", "another fe80::1%no.such-0 9")
+    ours.look_around()
+    assert ours.gone() == [2]
 
 
 @pytest.mark.parametrize(
