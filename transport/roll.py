@@ -8,6 +8,7 @@ it. Ranks of other hosts are not seen.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -40,6 +41,8 @@ class Roll:
 
     def __init__(self, segment: Segment | None, members: Sequence[int], rank: int) -> None:
         self._segment, self._rank = segment, rank
+        if segment is not None:  # or each connection would keep a file, and with it the memory
+            weakref.finalize(self, segment.leave).atexit = False  # a rank that ends is there until its process is gone
         self._members = [rank] if segment is None else list(members)
         size = _bytes_for(len(self._members))
         memory: Any = bytearray(size) if segment is None else segment.view(segment.data_at, size)
@@ -152,13 +155,16 @@ def open_roll(gather: Gather, rank: int) -> Roll:
     try:
         name = gather(b"" if segment is None else segment.name.encode(), NAME_BYTES)[members[0]]
         if name and member:
-            with suppress(TransportError):
+            with suppress(TransportError, OSError):
                 segment = Segment.open(name.decode(errors="replace"), num_members, member, _bytes_for(num_members))
         have = gather(b"0" if segment is None else b"1", 1)
     finally:  # also when a rank does not come
         if member == 0 and segment is not None:
             segment.unlink()
-    return Roll(segment if all(have[other] == b"1" for other in members) else None, members, rank)
+    if segment is not None and any(have[other] != b"1" for other in members):
+        segment.leave()
+        segment = None
+    return Roll(segment, members, rank)
 
 
 def _bytes_for(num_members: int) -> int:

@@ -103,6 +103,12 @@ class Segment:
         """Take its name away; mappings stay."""
         (FOLDER / self.name).unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Give up this member's lock and the file; the memory stays for as long as it is viewed."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     def arrived(self, source: int, target: int) -> int:
         """Where the count of chunks from one member to another is, in bytes from `address`."""
         return (source * self._num_members + target) * _LINE_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -108,6 +109,25 @@ def test_a_slot_that_an_earlier_channel_had_counts_from_zero(pair: Pair) -> None
     pair.column.begin()
     pair.column.begin()
     assert pair.roll.columns(3)["data"].begin() == 1
+
+
+def test_a_roll_that_nobody_needs_gives_back_its_file() -> None:
+    def open_files() -> int:
+        gc.collect()
+        return sum("freescale-" in os.path.realpath(file) for file in Path("/proc/self/fd").iterdir())
+
+    before = open_files()
+    pair = Pair()
+    try:
+        column = pair.column
+        assert open_files() > before
+        pair.roll = Roll(None, [0], 0)
+        column.begin()
+        assert column.missing(1) == [1], "a channel keeps it"
+        del column, pair.column
+        assert open_files() == before
+    finally:
+        pair.end()
 
 
 def test_slots_come_back_and_when_none_is_left_nothing_is_counted(pair: Pair) -> None:
