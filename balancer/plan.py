@@ -42,6 +42,7 @@ class WorldSamples:
         uih_lengths: Length of each sample's interaction history. Shape [N], int64.
         num_candidates: Candidates of each sample. Shape [N], int64. Zeros when there are none.
         candidate_lengths: Content length of each candidate, sample after sample. Shape [num_candidates.sum()], int64;
+            where `candidates=` names a column that is not nested, those of the first nested one, however many;
             empty when no column is nested, and for partitioners that say that they do not read it (see `Partitioner`).
         payload_bytes: Bytes that move when a sample moves. Shape [N], int64.
         seconds: Compute time each rank measured last, without waiting for peers. Shape [world_size], float64; NaN
@@ -142,9 +143,14 @@ class WorldSamples:
         )
 
     def candidate_lengths_of(self, samples: Tensor) -> Tensor:
-        """Content lengths of the candidates of some samples, in their order. Empty when no column is nested."""
-        if len(self.candidate_lengths) == 0:
-            return self.candidate_lengths
+        """Content lengths of the candidates of some samples, in their order.
+
+        Empty when no column is nested, and when the lengths are not of the column that counts candidates: nobody knows
+        then of which samples they are.
+        """
+        known = len(self.candidate_lengths)
+        if not known or known != int(self.num_candidates.sum()):
+            return self.candidate_lengths[:0]
         taken, _ = permute_jagged(self.candidate_lengths, self.num_candidates, samples)
         assert isinstance(taken, Tensor), "one tensor went in"
         return taken

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from freescale.balancer import Column, JaggedBatch, balance
 from freescale.balancer.metrics import rank_loads, straggler_percentage
 from freescale.balancer.partitioners.constraints import capped, grouped, keep_together
 from freescale.balancer.partitioners.cost import CostModel
@@ -21,6 +22,7 @@ from freescale.balancer.partitioners.variable import VariableBatchSize
 from freescale.balancer.partitioners.workload import Ints
 from freescale.balancer.plan import Partitioner, WorldSamples, validate_plan
 from freescale.bench.autotune import Cluster
+from freescale.transport import connect
 
 
 def as_loaded(world: WorldSamples) -> Tensor:
@@ -262,3 +264,11 @@ def test_what_a_wrapped_partitioner_returns_is_checked() -> None:
     for partitioner in wrong:
         with pytest.raises(ValueError, match=r"in \[0, 2\), got 5 for sample 0"):
             partitioner(world)
+
+
+def test_groups_take_batches_whose_candidates_are_counted_by_another_column_than_the_nested_one() -> None:
+    content = Column(torch.arange(9), (torch.tensor([2, 2]), torch.tensor([1, 2, 3, 3])))
+    shown = Column(torch.arange(3), (torch.tensor([1, 2]),))
+    batch = JaggedBatch({"uih": Column(torch.arange(6), (torch.tensor([4, 2]),)), "shown": shown, "content": content})
+    loader = balance([batch], connect("local"), "uih", grouped(as_loaded, 1), candidates="shown")
+    assert [len(each["uih"].values) for each in loader] == [6]

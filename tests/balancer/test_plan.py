@@ -39,3 +39,11 @@ def test_a_world_restricted_to_all_of_itself_is_the_same() -> None:
     assert (same.world_size, same.first_rank) == (3, 0)
     assert torch.equal(same.rank, WORLD.rank)
     assert torch.equal(same.uih_lengths, WORLD.uih_lengths)
+
+
+def test_lengths_of_another_column_than_the_candidates_belong_to_no_sample() -> None:
+    counts = torch.tensor([1, 0, 2, 0])
+    world = WorldSamples(3, WORLD.rank, WORLD.uih_lengths, counts, candidate_lengths=torch.tensor([4, 5, 6]))
+    assert world.candidate_lengths_of(torch.tensor([2, 0])).tolist() == [5, 6, 4]
+    world = WorldSamples(3, WORLD.rank, WORLD.uih_lengths, counts, candidate_lengths=torch.tensor([4, 5, 6, 7]))
+    assert world.candidate_lengths_of(torch.tensor([2, 0])).tolist() == []
