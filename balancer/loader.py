@@ -148,6 +148,8 @@ class BalancedLoader(Generic[T]):
         self.close()
         self._seconds, self.last_report = (-1, math.nan), None
         state = self._fresh_state() if self._loaded is None else copy.deepcopy(self._loaded)
+        if self._loaded is not None:  # steps of an iteration that was only tried may have been learned from
+            self._teach_partitioner(state["partitioner"])
         self._next = None
         protocol = Protocol(
             self._transport,
@@ -338,9 +340,12 @@ class BalancedLoader(Generic[T]):
             )
         self.close()
         loaded = copy.deepcopy(dict(state))
-        if loaded["partitioner"] is not None and hasattr(self._partitioner, "load_state_dict"):
-            self._partitioner.load_state_dict(copy.deepcopy(loaded["partitioner"]))
+        self._teach_partitioner(loaded["partitioner"])
         self._loaded, self._state, self._epoch = loaded, None, loaded["epoch"]
+
+    def _teach_partitioner(self, learned: Any) -> None:
+        if learned is not None and hasattr(self._partitioner, "load_state_dict"):
+            self._partitioner.load_state_dict(copy.deepcopy(learned))
 
     def _finished(self, state: dict[str, Any]) -> None:
         """The epoch ended by itself; a state saved now begins the next one."""

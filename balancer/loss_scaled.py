@@ -77,6 +77,8 @@ class LossScaled(Generic[T]):
         Raises:
             ValueError: `trained` was not called after each step; or the loader has no state (see its `state_dict`).
         """
+        if self._loader._loaded is not None:  # since the last batch: what was ahead then does not count any more
+            return self._loader.state_dict()
         if self._lost:
             raise ValueError("call trained() after each step: which batch was trained on last is not known otherwise")
         return self._loader.state_dict(self._begin) if self._ahead else self._loader.state_dict()

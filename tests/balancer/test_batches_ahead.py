@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from freescale.balancer import BalancedLoader, balance
+from freescale.balancer import BalancedLoader, WorldSamples, balance
 from freescale.transport import Transport, connect
 
 from rank_threads import run_in_threads
@@ -85,6 +86,49 @@ def test_a_loaded_state_is_used_once() -> None:
     again.load_state_dict(loader.state_dict())
     next(iter(again))
     assert [int(batch["length"]) for batch in again] == [0, 1, 2, 3]
+
+
+class Counting:
+    """A partitioner that learns: how many plans it has made."""
+
+    def __init__(self) -> None:
+        self.num_made, self.seen = 0, list[int]()
+        self.has_made = threading.Event()
+
+    def __call__(self, world: WorldSamples) -> Tensor:
+        self.seen.append(self.num_made)
+        self.num_made += 1
+        self.has_made.set()
+        return world.rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"made": self.num_made}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_made = state["made"]
+
+
+def test_what_a_partitioner_learns_of_an_iterator_that_is_only_tried_is_forgotten() -> None:
+    batches, partitioner = [{"length": torch.tensor([n])} for n in range(4)], Counting()
+    loader = balance(batches, connect("local"), "length", Counting(), prefetch=1)
+    next(iter(loader))
+    again = balance(batches, connect("local"), "length", partitioner, prefetch=1)
+    again.load_state_dict(loader.state_dict())
+    tried = iter(again)
+    assert partitioner.has_made.wait(10)
+    assert [int(batch["length"]) for batch in again] == [1, 2, 3]
+    assert partitioner.seen[-3:] == [1, 2, 3]
+    del tried
+
+
+def test_a_state_that_is_loaded_takes_the_place_of_what_was_ahead() -> None:
+    loader = balance([{"length": torch.tensor([n])} for n in range(6)], connect("local"), "length")
+    begin, pairs = loader.state_dict(), loader.with_loss_scale()
+    ahead = list(islice(iter(pairs), 4))
+    pairs.trained()
+    assert (len(ahead), pairs.state_dict()["step"]) == (4, 1)
+    loader.load_state_dict(begin)
+    assert pairs.state_dict()["step"] == 0
 
 
 def test_an_epoch_of_pairs_begins_with_its_first_batch() -> None:
