@@ -32,11 +32,12 @@ class IdOutOfRange(IndexError):
         super().__init__(f"ids of feature '{feature}' {self._range}: {self._found}")
 
     def __reduce__(self) -> Any:
-        return type(self), self._fields, {"args": self.args}
+        return type(self), self._fields, {**vars(self), "args": self.args}
 
     def within(self, module: str) -> IdOutOfRange:
         """The same of a lookup that a module was called for, whatever feature it was."""
         told = IdOutOfRange(*self._fields)
+        told.__dict__.update(vars(self))  # notes, too
         told.args = (f"ids that '{module}' looks up {self._range}: {self._found}",)
         return told
 
@@ -71,7 +72,9 @@ def naming(stage: str, step: int) -> Iterator[None]:
     try:
         yield
     except (EmbeddingError, IdOutOfRange) as error:
-        error.add_note(f"the trainer was at embedding {stage}, step {step}")
+        note = f"the trainer was at embedding {stage}, step {step}"
+        if note not in getattr(error, "__notes__", ()):  # several batches may have one error
+            error.add_note(note)
         raise
     except TransportError as error:
         raise type(error)(f"embedding {stage}, step {step}: {error}") from error

@@ -183,12 +183,12 @@ def count_up(n: int) -> Ints:
         [0, 1, 2]
     """
     global _counted
-    if n > len(_counted):
+    counted = _counted  # read once: another thread may put a shorter one there
+    if n > len(counted):
         counted = np.arange(2 * n)
         counted.flags.writeable = False
         _counted = counted
-        return counted[:n]
-    return _counted[:n]
+    return counted[:n]
 
 
 _counted: Ints = np.arange(0)

@@ -65,8 +65,9 @@ def test_after_an_id_out_of_range_all_can_be_saved_and_training_goes_on_after_re
             assert torch.equal(tables.state_dict()["embeddings.item.weight"], shard_of(tables)["item"])
             with torch.no_grad():
                 assert tables(ids(1))["item"].shape == (1, 4)
-            with pytest.raises(IdOutOfRange):
+            with pytest.raises(IdOutOfRange) as again:
                 tables(bad_on(1, transport))
+            assert len(again.value.__notes__) == 1
             tables.reset()
         train(tables, range(3, 8), last=False)
         left = shard_of(tables)
@@ -182,6 +183,10 @@ def test_after_a_failed_backward_nobody_gets_weights(prefetches: bool, tmp_path:
 
 
 def test_errors_of_ids_can_be_sent_to_other_processes() -> None:
-    error = IdOutOfRange(1, "item", 20, "clicked", 3, 99).within("pages")
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    original = IdOutOfRange(1, "item", 20, "clicked", 3, 99)
+    original.add_note("the trainer was at embedding forward, step 7")
+    error = original.within("pages")
+    received = pickle.loads(pickle.dumps(error))
+    assert str(received) == str(error)
+    assert received.__notes__ == original.__notes__
     assert str(error).startswith("ids that 'pages' looks up must be from 0 to 19, the rows of table 'item': got 99")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from freescale.embedding import collision
+from freescale.embedding import collision, forms
 from freescale.embedding.collision import Stamps, num_bytes, pack_masks, unpack_masks
 from freescale.embedding.forms import count_up, find_occurrences, merge_pieces
 
@@ -50,3 +50,13 @@ def test_merging_ascending_pieces_finds_what_sorting_finds(offset: int, sizes: t
 def test_numbers_that_all_share_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         count_up(5)[0] = 1
+
+
+def test_numbers_that_all_share_are_enough_whatever_another_thread_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(np.ndarray):  # by a thread that needs fewer, once its length is known
+        def __len__(self) -> int:
+            forms._counted = np.arange(2)
+            return super().__len__()
+
+    monkeypatch.setattr(forms, "_counted", np.arange(100).view(Replaced))
+    assert count_up(50).tolist() == list(range(50))
