@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,3 +118,9 @@ def test_slots_are_smaller_where_shared_memory_has_little_room(
     """In a container /dev/shm has 64 MiB unless it is given more."""
     monkeypatch.setattr(windows_opening, "_free_bytes", lambda: free_mib << 20)
     assert windows_opening.slot_within_room(1 << 20, num_members) == slot_kib << 10
+
+
+def test_without_a_folder_for_shared_memory_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Then whoever makes a segment says what is wrong, to all ranks: an error here would be on this host alone."""
+    monkeypatch.setattr(windows_opening, "FOLDER", tmp_path / "none")
+    assert windows_opening.slot_within_room(1 << 20, 4) == 64 << 10
