@@ -61,7 +61,7 @@ class Parts:
                 continue
             declared = self._lengths[lengths[0]]
             fits = _could_be_lengths(declared) and int(declared.to(torch.int64).sum()) == len(values)
-            if not fits and int(values.to(torch.int64).sum()) == len(declared):
+            if not fits and 0 < int(values.to(torch.int64).sum()) == len(declared):
                 raise ValueError(
                     f"jagged={{{name!r}: {lengths[0]!r}}} has values and lengths the other way round: the numbers in "
                     f"field {name!r} add up to the {len(declared)} rows of field {lengths[0]!r}; "

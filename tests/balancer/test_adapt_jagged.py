@@ -99,6 +99,12 @@ def test_values_and_lengths_the_other_way_round_are_told_and_no_other_field_is_b
         adapter_for({"page": pages, "pl": L, **others}, {"pl": "page"})
 
 
+def test_a_batch_without_samples_has_nothing_the_other_way_round() -> None:
+    empty = {"ids": torch.tensor([], dtype=torch.int64), "n": torch.tensor([])}  # float32, as torch has it
+    with pytest.raises(ValueError, match="'ids': lengths of level 0 must be integers, got torch.float32"):
+        adapter_for(empty, jagged={"ids": "n"})
+
+
 def test_lengths_that_could_be_values_of_their_values_are_taken_as_declared() -> None:
     batch = {"page": torch.tensor([1, 0, 2]), "pl": torch.tensor([0, 3, 0])}  # each adds up to the rows of the other
     assert_same(adapter_for(batch, {"page": "pl"}).flatten(batch)["page"].lengths, batch["pl"])
