@@ -101,7 +101,7 @@ def test_values_and_lengths_the_other_way_round_are_told_and_no_other_field_is_b
 
 def test_a_batch_without_samples_has_nothing_the_other_way_round() -> None:
     empty = {"ids": torch.tensor([], dtype=torch.int64), "n": torch.tensor([])}  # float32, as torch has it
-    with pytest.raises(ValueError, match="'ids': lengths of level 0 must be integers, got torch.float32"):
+    with pytest.raises(ValueError, match="'ids': lengths of level 0 must be integers"):
         adapter_for(empty, jagged={"ids": "n"})
 
 
