@@ -1,4 +1,4 @@
-"""Refuses at the door what `balance` cannot do, and checks what its `lengths=` function gives (paper, section 4.1)."""
+"""Reads what `balance` is given: refuses what it cannot do, finds the columns that are named (paper, section 4.1)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..transport import Transport
+from .protocol.selection import Selection
+
+Jagged = Mapping[str, str | tuple[str, ...]]
 
 
 def check_arguments(
@@ -45,6 +48,30 @@ def refuse_in_worker() -> None:
             "balance() works between ranks, not inside a DataLoader worker, where every worker would take part as the "
             "same rank; wrap the DataLoader instead of its dataset"
         )
+
+
+def select_columns(
+    lengths: str | Sequence[str] | Callable[[Any], Tensor],
+    candidates: str | None,
+    gather: Sequence[str],
+    drop_small: bool,
+    jagged: Jagged,
+) -> Selection:
+    """What every batch is asked for, by the columns that hold it. Raises ValueError when `lengths` names none."""
+    names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
+    if not names and not callable(lengths):
+        raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
+    names = tuple(_values_field(name, jagged) for name in names)
+    candidates = None if candidates is None else _values_field(candidates, jagged)
+    return Selection(names, candidates, tuple(dict.fromkeys(gather)), drop_small)
+
+
+def _values_field(name: str, jagged: Jagged) -> str:
+    """The column that a name stands for: lengths given as a field of their own belong to their values' column."""
+    for values, fields in jagged.items():
+        if name in ((fields,) if isinstance(fields, str) else fields):
+            return values
+    return name
 
 
 def lengths_from(measure: Callable[[Any], Any], batch: object, batch_size: int) -> NDArray[np.int64]:

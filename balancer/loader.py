@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..transport import Transport, TransportTimeout
 from .adapters.adapt import Adapter, adapter_for, adapter_from
-from .arguments import check_arguments, lengths_from, refuse_in_worker
+from .arguments import check_arguments, lengths_from, refuse_in_worker, select_columns
 from .batches.batch import JaggedBatch
 from .loss_scaled import LossScaled
 from .partitioners.partition import greedy_batch_size
@@ -24,7 +24,6 @@ from .protocol.header import State
 from .protocol.payload import Sections
 from .protocol.protocol import Protocol
 from .protocol.schema import Schema
-from .protocol.selection import Selection
 from .protocol.step import LocalBatch
 from .report import Report
 from .reshard import check_state
@@ -99,7 +98,7 @@ class BalancedLoader(Generic[T]):
         self._measure_lengths = lengths if callable(lengths) else None
         self._jagged = dict(jagged or {})
         asked = (*getattr(partitioner, "gather", ()), *((gather,) if isinstance(gather, str) else gather))
-        self._selection = self._select(lengths, candidates, asked, drop_small)
+        self._selection = select_columns(lengths, candidates, asked, drop_small, self._jagged)
         self._adapter: Adapter[Any] | None = None
         self._provisional = False  # the first batch was empty, so its types may be anything
         self._schema: Schema | None = None  # of the first batch; the adapter sees to it that later ones are alike
@@ -218,22 +217,6 @@ class BalancedLoader(Generic[T]):
             )
 
     # ---- batches
-
-    def _select(self, lengths: Lengths, candidates: str | None, gather: Sequence[str], drop_small: bool) -> Selection:
-        """What every batch is asked for, by the columns that hold it."""
-        names = () if callable(lengths) else (lengths,) if isinstance(lengths, str) else tuple(lengths)
-        names = tuple(self._values_field(name) for name in names)
-        if not names and not callable(lengths):
-            raise ValueError("lengths must name at least one column, or be a function of the batch; got none")
-        candidates = None if candidates is None else self._values_field(candidates)
-        return Selection(names, candidates, tuple(dict.fromkeys(gather)), drop_small)
-
-    def _values_field(self, name: str) -> str:
-        """The column that a name stands for: lengths given as a field of their own belong to their values' column."""
-        for values, fields in self._jagged.items():
-            if name in ((fields,) if isinstance(fields, str) else fields):
-                return values
-        return name
 
     def _flatten(self, batch: T) -> LocalBatch:
         if self._adapter is None or self._provisional:
