@@ -122,18 +122,21 @@ class Column:
         self._roll, self._slot, self._index = roll, slot, index
         self._at = roll.at_own(slot, index) if slot >= 0 else 0
         self._words = roll.words if slot >= 0 else memoryview(bytearray(_WORDS * _WORD_BYTES)).cast("q")
+        self._begun = self._done = 0
         for word in range(_WORDS):  # an earlier channel may have had the slot
             self._words[self._at + word] = 0
 
     def begin(self) -> int:
         """Count a collective that was begun; returns its number."""
-        number = self._words[self._at] + 1
-        self._words[self._at] = number
-        return number
+        self._begun += 1
+        self._words[self._at] = self._begun
+        self._words[self._at + _DONE] = self._done  # an earlier channel may end what it began only now
+        return self._begun
 
     def finish(self) -> None:
         """Count one that is complete."""
-        self._words[self._at + _DONE] += 1
+        self._done += 1
+        self._words[self._at + _DONE] = self._done
 
     def look(self, now: float) -> None:
         """Note that this rank looks whether one is complete. `now` is the monotonic time."""

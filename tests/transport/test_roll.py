@@ -108,7 +108,11 @@ def test_a_rank_that_has_ended_is_missing_whatever_it_has_counted(pair: Pair) ->
 def test_a_slot_that_an_earlier_channel_had_counts_from_zero(pair: Pair) -> None:
     pair.column.begin()
     pair.column.begin()
-    assert pair.roll.columns(3)["data"].begin() == 1
+    new = pair.roll.columns(3)["data"]
+    pair.column.finish()
+    assert new.begin() == 1
+    at = pair.roll.at_own(3, DATA)
+    assert pair.roll.words[at : at + 2].tolist() == [1, 0], "what an earlier channel ends late does not count"
 
 
 def test_a_roll_that_nobody_needs_gives_back_its_file() -> None:
