@@ -1,7 +1,8 @@
 """Prioritized embeddings: row-wise shards whose communication hides behind compute, exactly (paper, section 3.2).
 
 Start with `prioritize` (swap.py) or `PrioritizedEmbeddingCollection` (prioritized.py). engine.py orders a step; the id
-plane is planner.py and collision.py, on the host; shard.py and optimizer.py keep the rows; checkpoint.py saves them.
+plane is planner.py, its threads stages.py, and collision.py, on the host; shard.py and optimizer.py keep the rows;
+checkpoint.py saves them.
 """
 
 from .errors import EmbeddingError, IdOutOfRange

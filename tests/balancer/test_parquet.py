@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parquet_files import FILES, NUM_ROWS, ids, table, write_files
 from torch.utils.data import DataLoader
 
 from freescale.balancer.batches.batch import JaggedBatch
 from freescale.balancer.batches.parquet import read_parquet
+
+from parquet_files import FILES, NUM_ROWS, ids, table, write_files
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from parquet_files import NUM_ROWS, ids, table, write_files
 
 from freescale.balancer.batches.parquet import ParquetSource, read_parquet
+
+from parquet_files import NUM_ROWS, ids, table, write_files
 
 
 @pytest.fixture(scope="module")

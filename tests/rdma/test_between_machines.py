@@ -18,9 +18,9 @@ from random import Random
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 import rdma_checks
 import rdma_machines
-
 import transport_contract
 
 RUNNER = Path(rdma_checks.__file__).with_name("rdma_runner.py")

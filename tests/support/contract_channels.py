@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from known_rows import column, expected_rows, make_splits, same_bytes
 from torch import Tensor
 
 from freescale.transport import Pending, Transport, TransportClosed, TransportError
 from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
+
+from known_rows import column, expected_rows, make_splits, same_bytes
 
 
 def in_threads(count: int, work: Callable[[int], None], timeout_s: float) -> None:

@@ -7,11 +7,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from contract_channels import held
 
 from freescale.transport import SizeMismatch, Transport, TransportClosed, TransportError, TransportTimeout
 from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
+
+from contract_channels import held
 
 
 def check_a_size_mismatch_is_raised_on_both_sides_only(transport: Transport) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from contract_channels import check_threads_make_channels_at_once_in_any_order
 from torch import Tensor
 
 from freescale.transport import CopyOptions, Pending, Transport, connect
@@ -27,6 +26,7 @@ from freescale.transport.staging import StagingEngine
 from freescale.transport.wire import Purpose, Ticket, Wire
 
 from case_report import run_cases
+from contract_channels import check_threads_make_channels_at_once_in_any_order
 from host_streams import HostStreams
 from transport_contract import CHECKS
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from known_rows import column, expected_rows, make_rows, make_splits, same_bytes
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,6 +37,7 @@ from freescale.transport.verbs.device import find_port
 from freescale.transport.verbs.wire import VerbsWire
 
 import transport_contract
+from known_rows import column, expected_rows, make_rows, make_splits, same_bytes
 
 OUT = Path("/out")
 ACK_TIMEOUT = 17  # 0.5 s, 7 times: on a busy machine a living peer may not come to run for a second

@@ -22,10 +22,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import rdma_checks
 import torch.distributed as dist
 
 from freescale.transport import connect
+
+import rdma_checks
 
 OUT = Path("/out")
 MACHINE = int(os.environ.get("MACHINE", "0"))

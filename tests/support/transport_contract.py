@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 
-import contract_channels
-import contract_failures
 import numpy as np
 import pytest
 import torch
-from known_rows import DTYPES, column, expected_rows, make_rows, make_splits, same_bytes
 
 from freescale.transport import SizeMismatch, Transport, connect
+
+import contract_channels
+import contract_failures
+from known_rows import DTYPES, column, expected_rows, make_rows, make_splits, same_bytes
 
 
 def check_an_all_gather_of_equal_blocks_is_in_rank_order(transport: Transport) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from known_rows import DTYPES, make_rows, same_bytes
 from torch import Tensor
 
 from freescale.transport import local_group
 from freescale.transport.exchange import Exchange, plan_all_gather, plan_all_to_all
+
+from known_rows import DTYPES, make_rows, same_bytes
 
 ROWS = torch.arange(6).reshape(3, 2)
 

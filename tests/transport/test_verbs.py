@@ -13,8 +13,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from fake_rdma import FakePair, Network, connect_fakes
-from known_rows import column, expected_rows, make_rows, make_splits, same_bytes
 
 from freescale.transport import (
     ChunkEvent,
@@ -41,6 +39,8 @@ from freescale.transport.verbs.messages import (
 from freescale.transport.verbs.wire import VerbsWire
 
 import transport_contract
+from fake_rdma import FakePair, Network, connect_fakes
+from known_rows import column, expected_rows, make_rows, make_splits, same_bytes
 from rank_threads import run_in_threads
 
 
