@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
-from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
+from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from freescale.balancer import BalancerNode, PeerFailed, ProtocolError, VariableBatchSize, balance, read_parquet
@@ -139,6 +139,18 @@ def check_resume(make: Callable[[Transport], Any], stop: int, epochs: int = 1) -
     second = run_in_threads(3, after)
     total = Counter(i for ids, _ in first for i in ids) + Counter(i for ids in second for i in ids)
     assert total == Counter(dict.fromkeys(everything(), epochs))
+
+
+def test_a_node_that_is_reset_without_a_state_begins_anew_also_after_one_that_was_not_used() -> None:
+    def run(transport: Transport) -> tuple[int, int]:
+        node = BalancerNode(IterableWrapper([{"length": torch.tensor([n])} for n in range(4)]), transport, "length")
+        node.reset()
+        first = int(next(node)["length"])
+        node.reset(node.state_dict())
+        node.reset()
+        return first, int(next(node)["length"])
+
+    assert run_in_threads(1, run) == [(0, 0)]
 
 
 def test_going_on_gives_the_same_batches_as_not_stopping() -> None:
