@@ -45,11 +45,18 @@ class LossScaled(Generic[T]):
         self._begin: dict[str, Any] | None = None  # before the oldest batch that is ahead
         self._ahead: deque[dict[str, Any]] = deque()  # after each batch that was handed out and not trained on yet
         self._lost = False
+        self._ended = self._told = False  # the last epoch was taken to its end; `trained` was called in it
 
     def __iter__(self) -> Iterator[tuple[T, float]]:
         batches = self._loader.with_reports()
-        self._begin, self._lost = self._loader.running_state, False
-        self._ahead.clear()
+        begin = self._loader.running_state
+        assert begin is not None
+        if self._ended and self._told and self._ahead and not self._lost and self._loader._loaded is None:
+            self._ahead[-1] = begin  # whoever takes batches ahead over the end of an epoch trains on the last ones yet
+        else:
+            self._begin, self._lost = begin, False
+            self._ahead.clear()
+        self._ended = self._told = False
         for batch, report in batches:
             after = self._loader.running_state
             assert after is not None
@@ -58,6 +65,7 @@ class LossScaled(Generic[T]):
                 self._ahead.popleft()
                 self._lost = True
             yield batch, report.loss_scale(self._column)
+        self._ended = True
 
     def trained(self) -> None:
         """Say that one more of the batches was trained on, in the order in which they came.
@@ -67,7 +75,7 @@ class LossScaled(Generic[T]):
         """
         if not self._ahead:
             raise ValueError("trained() was called more often than batches were handed out; once a batch is right")
-        self._begin = self._ahead.popleft()
+        self._begin, self._told = self._ahead.popleft(), True
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the balanced loader after the batch that was trained on last: what was taken ahead comes again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from itertools import islice
 
 import pytest
@@ -129,6 +130,29 @@ def test_a_state_that_is_loaded_takes_the_place_of_what_was_ahead() -> None:
     assert (len(ahead), pairs.state_dict()["step"]) == (4, 1)
     loader.load_state_dict(begin)
     assert pairs.state_dict()["step"] == 0
+
+
+def test_batches_may_be_taken_ahead_over_the_end_of_an_epoch() -> None:
+    loader = balance([{"length": torch.tensor([n])} for n in range(4)], connect("local"), "length")
+    pairs = loader.with_loss_scale()
+    waiting = (pair for _ in range(2) for pair in pairs)
+    ahead, places = deque(islice(waiting, 2)), list[tuple[int, int]]()
+    while ahead:
+        ahead.extend(islice(waiting, 1))
+        ahead.popleft()
+        pairs.trained()
+        state = pairs.state_dict()
+        places.append((state["epoch"], state["step"]))
+    assert places == [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+
+
+def test_an_epoch_that_is_only_looked_at_does_not_count_as_ahead() -> None:
+    loader = balance([{"length": torch.tensor([n])} for n in range(4)], connect("local"), "length")
+    pairs = loader.with_loss_scale()
+    assert len(list(pairs)) == 4
+    next(iter(pairs))
+    pairs.trained()
+    assert (pairs.state_dict()["epoch"], pairs.state_dict()["step"]) == (1, 1)
 
 
 def test_an_epoch_of_pairs_begins_with_its_first_batch() -> None:
