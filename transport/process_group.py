@@ -84,7 +84,8 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     gloo.call_the_roll(open_roll(partial(gloo.gather_bytes, timeout_s), rank))
     wire: Wire = gloo
     if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store)
+        # By a connection of its own: whoever makes a communicator waits in it, and channels that threads make go on.
+        nccl_store = _c10d.PrefixStore(f"{place.prefix}/nccl", store.clone())
         engine = NcclEngine(nccl_store, rank, len(members), timeout_s)
         wire = DeviceWire(wire, engine, rank, len(members), timeout_s)
     return open_lane(wire, "main", rank, len(members), timeout_s, True, check_sizes)
