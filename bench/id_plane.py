@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, over_zero
 from .environment import environment
 from .id_plane_rank import Settings
 from .launch import LaunchError, launch, refuse_inside_a_launch
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cut", type=at_least_one, default=2000, help="longest history, in ids, of 128 a rank (default 2000)")
     add("--ratio", type=float, default=5.0, help="percent of distinct rows that collide (default 5)")
     add("--tables", type=at_least_one, default=1, help="tables of 10,000,000 rows (default 1)")
-    add("--step-ms", type=float, default=30.0, help="what a step of the loop takes by itself (default 30)")
+    add("--step-ms", type=over_zero, default=30.0, help="what a step of the loop takes by itself (default 30)")
     add("--block-steps", type=at_least_one, default=10, help="steps in a row beside either (default 10)")
     add("--blocks", type=at_least_two, default=20, help="blocks of either kind, at least 2 (default 20)")
     add("--json", type=output_file, metavar="FILE", help="write every step's time to a file")
