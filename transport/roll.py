@@ -24,6 +24,7 @@ _BEGUN, _DONE, _LOOKED = range(_WORDS)
 _PURPOSES: tuple[Purpose, ...] = ("sizes", "data")
 _KEY_BYTES = 80
 _SILENT_MS = 1000  # whoever waits looks every 250 ms
+_AGAIN_S = 0.5
 _WORD_BYTES = 8
 
 Gather = Callable[[bytes, int], list[bytes]]
@@ -91,12 +92,22 @@ class Roll:
         """Whom a collective waits for; None when that is not known.
 
         Ranks that have not begun it, or have ended; or else those that have begun it and have not looked for it since.
+        A host that stands still for a while makes all ranks silent, this one too. So where only silence tells, looks
+        twice, half a second apart.
 
         Args:
             slot: The channel's.
             index: Of the purpose.
             number: Of the collective, from 1.
         """
+        absent, silent = self._find(slot, index, number)
+        if silent and not absent:
+            time.sleep(_AGAIN_S)
+            absent, silent = self._find(slot, index, number)
+        return absent or silent or None
+
+    def _find(self, slot: int, index: int, number: int) -> tuple[list[int], list[int]]:
+        """Ranks that are not there, and those that are not heard of."""
         now = int(1000 * time.monotonic())
         absent, silent = set(self.gone()), list[int]()
         for member, rank in enumerate(self._members):
@@ -106,7 +117,7 @@ class Roll:
                 absent.add(rank)
             elif done < number and now - looked > _SILENT_MS and rank != self._rank:
                 silent.append(rank)
-        return sorted(absent - {self._rank}) or silent or None
+        return sorted(absent - {self._rank}), silent
 
 
 class Column:

@@ -1,16 +1,46 @@
-"""One rank of three, of which rank 1 fails in the way that the test names."""
+"""One rank of three, of which rank 1 fails in the way that the test names, once the others are there to see it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from freescale.transport import Transport, TransportError, connect
+
+_PATIENCE_S = 60.0  # for what surely comes, on any machine
+
+
+def wait_until(comes: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not comes():
+        assert time.monotonic() < deadline, f"waited {_PATIENCE_S} s until {what}"
+        time.sleep(0.01)
+
+
+def say_ready(rank: int) -> None:
+    """The folder for temporary files is the launch's own."""
+    (Path(tempfile.gettempdir()) / f"ready-{rank}").touch()
+
+
+def are_ready(ranks: list[int]) -> bool:
+    return all((Path(tempfile.gettempdir()) / f"ready-{rank}").exists() for rank in ranks)
+
+
+def is_stopped(pid: int) -> bool:
+    """All threads of a process are."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # a thread that ends
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def fail(how: str, transport: Transport) -> None:
@@ -23,7 +53,8 @@ def fail(how: str, transport: Transport) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "stop inside":
         lane = transport.channel("trusting", check_sizes=False)
-        lane.all_gather(torch.zeros(1 << 20))  # too large to be gone before the process stops
+        wait_until(lambda: are_ready([0, 2]), "the others have the channel too")
+        lane.all_gather(torch.zeros(1 << 20))
         os.kill(os.getpid(), signal.SIGSTOP)
     if how in ("stop unchecked", "kill unchecked"):
         lane = transport.channel("trusting", check_sizes=False)
@@ -65,18 +96,36 @@ def connect_without(dead: int, rank: int, timeout_s: float) -> None:
         print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
 
 
+def exchange_with_stopped(transport: Transport, pid: int) -> None:
+    """Rank 1 has begun an exchange in which the others find it stopped: it receives nothing that they send.
+
+    Over gloo it has not sent its data either, as it has not seen their sizes; over MPI they can take what is too large
+    for a message out of its memory, but not give it theirs.
+    """
+    lane = transport.channel("trusting", check_sizes=False)
+    say_ready(transport.rank)
+    wait_until(lambda: is_stopped(pid), "rank 1 has stopped")
+    lane.all_gather(torch.zeros(1 << 20)).wait()
+
+
 def main(backend: str, how: str, timeout_s: str) -> None:
     if backend == "process_group":
+        import freescale.transport.process_group  # not while others wait
+
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
     else:
         from mpi4py import MPI
 
+        import freescale.transport.mpi  # noqa: F401
+
         MPI.COMM_WORLD.Barrier()  # some ranks take seconds to start, more than the deadline
         if how == "gone before connecting":
             return connect_without(1, MPI.COMM_WORLD.Get_rank(), float(timeout_s))
     transport = connect(backend, timeout_s=float(timeout_s))
-    transport.all_gather(torch.zeros(1)).wait()
+    if how == "stuck thread" and transport.rank != 1:
+        transport.timeout_s = _PATIENCE_S  # how long rank 1 is kept goes by its own
+    pids = transport.all_gather(torch.tensor([os.getpid()])).wait().tolist()
     print("begun", flush=True)
     begun = time.monotonic()
     try:
@@ -93,7 +142,7 @@ def main(backend: str, how: str, timeout_s: str) -> None:
                 print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
                 return
         elif how == "stop inside":
-            transport.channel("trusting", check_sizes=False).all_gather(torch.zeros(1 << 20)).wait()
+            exchange_with_stopped(transport, pids[1])
         elif how in ("stop unchecked", "kill unchecked"):
             lane = transport.channel("trusting", check_sizes=False)
             for _ in range(3):
