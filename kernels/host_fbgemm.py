@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from .host_checks import Integers
 
 _LARGEST_BYTES = 16 * 2**20  # beyond, Arrow's allocator keeps memory that malloc would fetch anew, page by page
 _WORDS = {8: torch.int64, 4: torch.int32}  # of the integers it takes no narrower ones
@@ -30,35 +31,41 @@ def is_loaded() -> bool:
     return "fbgemm_gpu" in sys.modules and hasattr(torch.ops.fbgemm, "permute_1D_sparse_data")
 
 
-def serves(values: Tensor, count: int) -> bool:
-    """Whether FBGEMM permutes these rows, giving `count` of them, faster than `gather_rows`."""
+def serves(values: list[Tensor], count: int) -> bool:
+    """Whether FBGEMM permutes these rows, giving `count` of each tensor's, faster than `gather_rows`."""
     if not is_loaded():
         return False
-    if values.dtype in _OWN and values.dim() == 1:
-        return 0 < values.element_size() * count <= _LARGEST_BYTES
-    size = row_bytes(values)
-    return 0 < size * count <= _LARGEST_BYTES and _word(values, size) in _WORDS
+    for tensor in values:
+        if tensor.dtype in _OWN and tensor.dim() == 1:
+            if not 0 < count * tensor.element_size() <= _LARGEST_BYTES:
+                return False
+        else:
+            size = row_bytes(tensor)
+            if not 0 < count * size <= _LARGEST_BYTES or _word(tensor, size) not in _WORDS:
+                return False
+    return True
 
 
-def stretches(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
-    """Lengths of the pieces that `gather_rows` takes and leaves out in turn.
+def stretches(starts: Integers, lengths: Integers, ends: Integers) -> Tensor:
+    """Lengths of the pieces that `gather_rows` leaves out and takes in turn.
 
     Args:
-        starts: First row of each range. Shape [n].
+        starts: First row of each range. Shape [n], n > 0.
         lengths: Rows of each range. Shape [n].
+        ends: `starts + lengths`. Shape [n].
 
     Returns:
         From row 0 to the first range, the first range, from its end to the second, … Shape [2n], int64.
 
     Example:
-        >>> stretches(np.array([7, 0]), np.array([2, 3])).tolist()
+        >>> stretches(np.array([7, 0]), np.array([2, 3]), np.array([9, 3])).tolist()
         [7, 2, -9, 3]
     """
-    woven = np.empty(2 * len(starts), dtype=np.int64)
+    n = lengths.size
+    woven = np.empty(2 * n, dtype=np.int64)
     woven[1::2] = lengths
-    woven[::2] = starts
-    ends = starts + lengths
-    woven[2::2] -= ends[:-1]
+    woven[0] = starts[0]
+    np.subtract(starts[1:], ends[:-1], out=woven[2::2])
     return torch.from_numpy(woven)
 
 
@@ -73,7 +80,7 @@ def gather_rows(values: Tensor, pieces: Tensor, count: int) -> Tensor:
     Returns:
         Shape [count, ...].
     """
-    return permute_rows(values, pieces, _every_other(pieces.shape[0] // 2), count)
+    return permute_rows(values, pieces, _every_other(pieces.shape[0] // 2), count)[0]
 
 
 @functools.lru_cache(maxsize=8)
@@ -81,31 +88,38 @@ def _every_other(n: int) -> Tensor:
     return torch.arange(1, 2 * n, 2, dtype=torch.int32)
 
 
-def permute_rows(values: Tensor, lengths: Tensor, rows: Tensor, count: int) -> Tensor:
+def permute_rows(values: Tensor, lengths: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
     """Rows of a jagged tensor in a new order.
 
     Args:
-        values: Contiguous. Shape [lengths.sum(), ...], any dtype.
+        values: Contiguous. Shape [lengths.sum(), ...], any dtype that `serves` accepts.
         lengths: Contiguous. Shape [B], int64 or int32.
         rows: Contiguous. Shape [R], int32.
         count: `lengths[rows].sum()`.
 
     Returns:
-        Shape [count, ...].
+        The rows' values, shape [count, ...], and `lengths[rows]` where that is known without further work.
     """
-    operator: Any = torch.ops.fbgemm.permute_1D_sparse_data.default
-    if values.shape[0] > _MOST_NARROW:
-        lengths = lengths.long()
+    permute, as_given = _operator(), True
+    if lengths.dtype is not torch.int64 and values.shape[0] > _MOST_NARROW:
+        lengths, as_given = lengths.long(), False
     if values.dtype in _OWN and values.dim() == 1:
-        result: Tensor = operator(rows, lengths, values, None, count)[1]
-        return result
+        permuted_lengths, permuted, _ = permute(rows, lengths, values, None, count)
+        return permuted, permuted_lengths if as_given else None
     size = row_bytes(values)
     word = _word(values, size)
     flat = values.view(-1).view(torch.uint8).view(_WORDS[word])
     per_row = size // word
     scaled = lengths.long() * per_row if per_row > 1 else lengths
-    permuted: Tensor = operator(rows, scaled, flat, None, count * per_row)[1]
-    return permuted.view(torch.uint8).view(values.dtype).view(count, *values.shape[1:])
+    permuted = permute(rows, scaled, flat, None, count * per_row)[1]
+    return permuted.view(torch.uint8).view(values.dtype).view(count, *values.shape[1:]), None
+
+
+@functools.cache
+def _operator() -> Any:
+    """FBGEMM's operator, without what torch puts around it for Python, which takes a tenth of a short call."""
+    overload: Any = torch.ops.fbgemm.permute_1D_sparse_data.default
+    return getattr(overload, "_op", overload)
 
 
 def row_bytes(values: Tensor) -> int:

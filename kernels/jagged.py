@@ -151,15 +151,19 @@ def _as_list(values: Values, *structure: Tensor) -> list[Tensor]:
     tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
     if not tensors:
         raise ValueError("values must hold at least one tensor, got an empty sequence")
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.dim() == 0 or tensor.shape[0] != first.shape[0]:
-            shapes = [list(each.shape) for each in tensors]
-            raise ValueError(f"values must have rows, and the same number of them, got shapes {shapes}")
-    for tensor in (*tensors, *structure):
-        if tensor.device != first.device:
-            raise ValueError(f"all tensors must be on one device, got {first.device} and {tensor.device}")
+    first, *others = tensors
+    if first.dim() == 0 or (others and _have_other_rows(others, first.shape[0])):
+        shapes = [list(each.shape) for each in tensors]
+        raise ValueError(f"values must have rows, and the same number of them, got shapes {shapes}")
+    device = first.device
+    for tensor in (*others, *structure):
+        if tensor.device != device:
+            raise ValueError(f"all tensors must be on one device, got {device} and {tensor.device}")
     return tensors
+
+
+def _have_other_rows(tensors: list[Tensor], rows: int) -> bool:
+    return any(tensor.dim() == 0 or tensor.shape[0] != rows for tensor in tensors)
 
 
 def _like(values: Values, moved: list[Tensor]) -> Values:

@@ -29,6 +29,8 @@ _SCHEMAS = {
     "transpose_keyed": "(Tensor[] values, Tensor lengths) -> (Tensor[], Tensor)",
 }
 _library = torch.library.Library("freescale", "DEF")
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter, int, np.int32, np.int64, type(None)))  # nobody looks at these
 
 
@@ -132,24 +134,37 @@ def _transpose_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> tup
     return _each_wanted(ctx, gradients, lambda grads: transpose_keyed(grads, lengths)[0]), None
 
 
+def _needs_gradient(values: list[Tensor]) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in values:
+            if tensor.requires_grad:
+                return True
+    return False
+
+
 def _is_watched() -> bool:
-    """Whether a mode, a transform (vmap, grad) or a tracer wants to see every operator."""
-    c: Any = torch._C
+    """Whether a compiler, a mode, a transform (vmap, grad) or a tracer wants to see every operator."""
     return (
-        c._len_torch_dispatch_stack() > 0
-        or c._len_torch_function_stack() > 0
-        or c._functorch.peek_interpreter_stack() is not None
-        or c._get_tracing_state() is not None
+        torch.compiler.is_compiling()
+        or _modes() > 0
+        or _function_modes() > 0
+        or _transforms() is not None
+        or _tracer() is not None
     )
 
 
-def _has_only_ordinary(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
-    return _ORDINARY.issuperset(map(type, values)) and _ORDINARY.issuperset(map(type, arguments))
+def _are_ordinary(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
+    """Whether no argument needs PyTorch's dispatcher.
 
-
-def _are_as_they_lie(values: list[Tensor]) -> bool:
-    """Whether none is the conjugate or the negative of what its memory holds, which PyTorch's dispatch would settle."""
-    return True not in [tensor.is_conj() or tensor.is_neg() for tensor in values]
+    It would see to subclasses, and to tensors that are the conjugate or the negative of what their memory holds.
+    """
+    for argument in arguments:
+        if type(argument) not in _ORDINARY:
+            return False
+    for tensor in values:  # noqa: SIM110 - a generator costs more than what it would ask
+        if type(tensor) not in _ORDINARY or tensor.is_conj() or tensor.is_neg():
+            return False
+    return True
 
 
 def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
@@ -166,11 +181,9 @@ def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None]
     on_host, on_gpu = getattr(host_jagged, name), _on_gpu(name)
 
     def either(values: list[Tensor], *args: Any) -> Any:
-        if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in values]:
+        if _needs_gradient(values):
             return differentiable(values, *args)
-        if torch.compiler.is_compiling() or _is_watched() or not _has_only_ordinary(values, args):
-            return plain(values, *args)
-        if not _are_as_they_lie(values):
+        if _is_watched() or not _are_ordinary(values, args):
             return plain(values, *args)
         first = values[0]
         if first.is_cpu:
