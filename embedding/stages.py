@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
+from ..kernels.one_core import use_one_core
 from .device_arrays import Upload
 from .errors import IdOutOfRange
 from .forms import Bits
@@ -118,6 +119,7 @@ def _run(
     step: Callable[[Job], None],
     work: Work,
 ) -> None:
+    use_one_core()
     job = jobs.get()
     while job is not None:
         try:
