@@ -52,7 +52,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     options = ["-W", "error::UserWarning", "-W", "ignore:ranks had :UserWarning"]
     options += ["-W", "ignore:Warning:UserWarning"]  # "Warning: Profiler clears events …": torch 2.11, at each profile
     command = [sys.executable, *options, str(path)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.parametrize("name", WITH_PYTHON)

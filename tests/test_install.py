@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 120
+LIMIT_S = 250
 OPTIONAL = ("torchrec", "fbgemm_gpu", "mpi4py", "lightning", "ibverbs", "rich", "matplotlib")
 NEEDED_TO_BUILD = ("balancer", "bench", "embedding", "kernels", "transport", "docs", "examples")
 

@@ -19,7 +19,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
     pytest.importorskip("pdoc", reason="pdoc is not installed")
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, "-W", "error", str(ROOT / "docs" / "build_reference.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {path: path.read_text() for path in folder.rglob("*.html")}
 

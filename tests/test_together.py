@@ -104,7 +104,7 @@ def train(
 
 
 def run(partitioner: Partitioner, **options: bool) -> list[Tensor]:
-    ranks = run_in_threads(2, lambda transport: train(transport, partitioner, **options), timeout_s=40)
+    ranks = run_in_threads(2, lambda transport: train(transport, partitioner, **options))
     assert torch.equal(ranks[0][0], ranks[1][0])
     return [ranks[0][0], torch.stack([losses for _, losses in ranks]).mean(0)]
 
@@ -148,8 +148,8 @@ def test_a_pipeline_may_stop_half_way_and_the_weights_are_those_of_what_it_train
         tables.close()
         return weight
 
-    ahead = run_in_threads(2, lambda transport: some(transport, ahead=True), timeout_s=40)
-    plain = run_in_threads(2, lambda transport: some(transport, ahead=False), timeout_s=40)
+    ahead = run_in_threads(2, lambda transport: some(transport, ahead=True))
+    plain = run_in_threads(2, lambda transport: some(transport, ahead=False))
     assert all(torch.equal(a, b) for a, b in zip(ahead, plain, strict=True))
 
 

@@ -62,7 +62,7 @@ def test_ranks_with_two_units_of_time_say_so() -> None:
         return list(balance([{"t": np.arange(3).astype(unit), "n": x()}], transport, lengths="n"))
 
     with pytest.raises(SchemaMismatch, match=r"column 't: datetime64\[m?s\]' is"):
-        run_in_threads(2, run, timeout_s=5)
+        run_in_threads(2, run)
 
 
 def test_dates_go_to_ranks_and_to_one_that_never_had_a_batch() -> None:

@@ -116,7 +116,7 @@ def test_what_a_partitioner_learns_of_an_iterator_that_is_only_tried_is_forgotte
     again = balance(batches, connect("local"), "length", partitioner, prefetch=1)
     again.load_state_dict(loader.state_dict())
     tried = iter(again)
-    assert partitioner.has_made.wait(10)
+    assert partitioner.has_made.wait(60)
     assert [int(batch["length"]) for batch in again] == [1, 2, 3]
     assert partitioner.seen[-3:] == [1, 2, 3]
     del tried

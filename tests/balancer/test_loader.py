@@ -374,7 +374,7 @@ def test_two_threads_that_share_an_iterator_both_end() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert sum(taken) == 10
     assert len(taken) == 2
 

@@ -270,5 +270,5 @@ def test_a_fault_of_one_rank_within_a_step_is_an_error_on_every_rank(where: str,
             list(loader)
         return type(caught.value).__name__
 
-    told, heard = run_in_threads(2, run, timeout_s=5)
+    told, heard = run_in_threads(2, run)
     assert (told, heard) in {("PeerFailed", "PeerFailed"), ("MemoryError", "TransportError")}

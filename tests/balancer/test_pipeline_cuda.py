@@ -153,4 +153,4 @@ def test_hooks_work_where_backward_has_a_thread_of_its_own() -> None:
                 steps.append(len(batch["label"]))
         return int(model.errors), steps
 
-    assert run_in_threads(2, train, timeout_s=40) == [(0, [SIZE] * 8)] * 2
+    assert run_in_threads(2, train) == [(0, [SIZE] * 8)] * 2

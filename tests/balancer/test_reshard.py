@@ -76,7 +76,7 @@ def run_from(make: Make, states: list[State] | None, world_size: int, stop: int 
         loader.close()
         return moments
 
-    return list(zip(*run_in_threads(world_size, run, timeout_s=60), strict=True))
+    return list(zip(*run_in_threads(world_size, run), strict=True))
 
 
 def seen(moment: Any) -> Counter[int]:

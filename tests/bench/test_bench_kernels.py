@@ -71,7 +71,7 @@ def test_a_run_that_is_told_to_end_keeps_what_it_measured(tmp_path: Path, number
         while not (tmp_path / "k.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         run.send_signal(number)
-        assert run.wait(timeout=60) == 0
+        assert run.wait(timeout=250) == 0
     finally:
         run.kill()
     outcomes = json.loads((tmp_path / "k.json").read_text())["outcomes"]

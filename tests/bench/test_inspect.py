@@ -255,6 +255,6 @@ def test_bad_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_command_runs_alone(parquet: Path) -> None:
     command = [sys.executable, "-m", "freescale.bench.inspect", f"{parquet}:uih", "--world-size", "2"]
-    done = subprocess.run([*command, "--batch-size", "1"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--batch-size", "1"], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout

@@ -212,11 +212,11 @@ def test_wrong_options_exit_with_status_2(wrong: list[str], capsys: pytest.Captu
 
 def test_the_command_runs_alone_and_prints_no_escape_codes_into_a_pipe() -> None:
     command = [sys.executable, "-m", "freescale.bench.partition", "--world-size", "8", "--batch-size", "8"]
-    done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "greedy_batch_size" in done.stdout
     assert "\x1b" not in done.stdout
-    shown = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([*command[:3], "--help"], capture_output=True, text=True, timeout=250)
     assert "--lengths data.parquet:uih_page --world-size 256" in shown.stdout
 
 

@@ -112,7 +112,7 @@ dist.destroy_process_group()
 def test_what_fails_on_one_rank_is_raised_on_all_and_they_go_on_together(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(FAILS_ON_RANK_1)
-    done = launch("process_group", 2, script, [], timeout_s=60)
+    done = launch("process_group", 2, script, [])
     assert done.returncode == 0, done.explain()
     assert "raised after 0." in done.outputs[0], done.explain()
     assert "it failed on another rank" in done.outputs[0]

@@ -120,7 +120,7 @@ def test_ranks_made_with_different_settings_are_all_told_which(option: Any, word
             tables(batch)
         tables.close()
 
-    run_in_threads(3, story, timeout_s=10)
+    run_in_threads(3, story)
 
 
 def test_rates_may_differ_from_those_the_tables_were_made_with() -> None:
@@ -130,7 +130,7 @@ def test_rates_may_differ_from_those_the_tables_were_made_with() -> None:
         train(tables, range(3))
         tables.close()
 
-    run_in_threads(2, story, timeout_s=10)
+    run_in_threads(2, story)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -145,7 +145,7 @@ def test_a_prefetch_too_many_on_one_rank_is_told_as_that(world_size: int) -> Non
         tables.close()
         return str(caught.value)
 
-    told = run_in_threads(world_size, story, timeout_s=10)
+    told = run_in_threads(world_size, story)
     assert any("prefetch #2" in each and "comparison #2" in each for each in told), told
 
 
@@ -179,7 +179,7 @@ def test_after_a_failed_backward_nobody_gets_weights(prefetches: bool, tmp_path:
         assert not list(tmp_path.iterdir())
         tables.close()
 
-    run_in_threads(2, story, timeout_s=10)
+    run_in_threads(2, story)
 
 
 def test_errors_of_ids_can_be_sent_to_other_processes() -> None:

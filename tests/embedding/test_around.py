@@ -197,7 +197,7 @@ def test_an_id_out_of_range_is_an_error_on_every_rank(value: int, prefetched: bo
         tables.close()
         return str(caught.value)
 
-    for said in run_in_threads(3, story, timeout_s=10):
+    for said in run_in_threads(3, story):
         assert said == (
             f"ids of feature 'item' must be from 0 to 19, the rows of table 'item': got {value} at place 1 on rank 1"
         )
@@ -250,7 +250,7 @@ def test_ranks_out_of_step_are_told_so() -> None:
     with pytest.raises(
         RuntimeError, match=r"at forward #0, rank 1 at prefetch #0|at prefetch #0, rank 0 at forward #0"
     ):
-        run_in_threads(2, story, timeout_s=10)
+        run_in_threads(2, story)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -34,7 +34,7 @@ if "raise" in sys.argv:
 
 @pytest.mark.parametrize("how", ["raise", "return"])
 def test_channels_are_closed_before_whatever_else_a_process_does_at_its_end(how: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout.split() == ["closed", "closed"], done.stderr
     assert done.returncode == (how == "raise")
     assert ("RuntimeError: on fire" in done.stderr) == (how == "raise")

@@ -94,7 +94,7 @@ def test_frozen_tables_stay_and_the_rest_trains_until_they_are_trained_again() -
         assert not torch.equal(model.state_dict()["pages.weight"], before["pages.weight"])
         tables.close()
 
-    run_in_threads(2, story, timeout_s=10)
+    run_in_threads(2, story)
 
 
 def test_a_collection_can_be_frozen() -> None:

@@ -19,7 +19,7 @@ OPTIMIZERS = [Sgd(lr=0.05), RowwiseAdagrad(lr=0.05), Adam(lr=0.05)]
 
 
 def run(world_size: int, data: Data, **options: Any) -> list[Trained]:
-    return run_in_threads(world_size, lambda transport: train(transport, data, **options), timeout_s=60)
+    return run_in_threads(world_size, lambda transport: train(transport, data, **options))
 
 
 def assert_parity(world_size: int, data: Data, **options: Any) -> None:

@@ -69,7 +69,7 @@ def test_ranks_together_train_as_one_process(optimizer: Any, world_size: int, gr
     data = Data(TABLES, steps=STEPS)
     divisor = world_size if gradient_division else 1
     options: dict[str, Any] = {"optimizer": optimizer, "gradient_division": gradient_division}
-    results = run_in_threads(world_size, lambda t: train(t, data, **options), timeout_s=60)
+    results = run_in_threads(world_size, lambda t: train(t, data, **options))
     for name, expected in whole_tables(data, optimizer, world_size, divisor).items():
         found = torch.cat([result.weights[-1][name] for result in results])
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)

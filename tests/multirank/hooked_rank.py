@@ -33,7 +33,7 @@ def main() -> None:
     backend, folder = sys.argv[1], Path(sys.argv[2])
     if backend == "process_group":
         torch.distributed.init_process_group("gloo")
-    transport = connect(backend, timeout_s=20)
+    transport = connect(backend, timeout_s=100)
     model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = balance(Source(transport.rank), transport, "uih")

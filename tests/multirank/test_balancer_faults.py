@@ -9,13 +9,12 @@ from balancer_faults import TIMEOUT_S
 from rank_processes import Launched, launch
 
 SCRIPT = Path(__file__).parents[1] / "support" / "balancer_faults.py"
+SLACK_S = 60.0  # of a machine that is busy, or stands still for a while
 pytestmark = pytest.mark.multirank
 
 
 def run(backend: str, trouble: str, *, recovery: bool = False) -> Launched:
-    done = launch(
-        backend, 3, SCRIPT, [backend.replace("plain", "process_group"), trouble], timeout_s=75, recovery=recovery
-    )
+    done = launch(backend, 3, SCRIPT, [backend.replace("plain", "process_group"), trouble], recovery=recovery)
     assert not done.timed_out, done.explain()
     return done
 
@@ -67,4 +66,4 @@ def test_a_silent_rank_is_an_error_that_names_stage_and_step(backend: str, troub
     for rank in (0, 2):
         found = re.search(r"(Transport\w+): .*, step \d+: .* after ([\d.]+) s", done.outputs[rank], re.DOTALL)
         assert found, done.explain()
-        assert float(found[2]) < 3 * TIMEOUT_S + 10, done.explain()
+        assert float(found[2]) < 3 * TIMEOUT_S + SLACK_S, done.explain()

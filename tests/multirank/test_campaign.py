@@ -14,7 +14,7 @@ EPOCHS = len(cases(1))
 @pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_threads_exchange_every_sample_once(world_size: int) -> None:
-    assert run_in_threads(world_size, run_campaign, timeout_s=120) == [EPOCHS] * world_size
+    assert run_in_threads(world_size, run_campaign) == [EPOCHS] * world_size
 
 
 @pytest.mark.multirank
@@ -22,6 +22,6 @@ def test_threads_exchange_every_sample_once(world_size: int) -> None:
 @pytest.mark.parametrize("backend", ["mpi", "process_group"])
 def test_processes_exchange_every_sample_once(backend: str, world_size: int) -> None:
     script = Path(__file__).parents[1] / "support" / "balancer_campaign.py"
-    done = launch(backend, world_size, script, [backend], timeout_s=150)
+    done = launch(backend, world_size, script, [backend])
     assert done.returncode == 0, done.explain()
     assert done.outputs == [f"checked {EPOCHS} epochs\n"] * world_size, done.explain()

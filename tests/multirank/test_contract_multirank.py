@@ -17,7 +17,7 @@ LARGE = Path(__file__).with_name("large_message_rank.py")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("backend", ["process_group", "mpi"])
 def test_processes_keep_the_contract_and_end_normally(backend: str, world_size: int) -> None:
-    done = launch(backend, world_size, SCRIPT, [backend, "all"], timeout_s=120)
+    done = launch(backend, world_size, SCRIPT, [backend, "all"])
     assert done.returncode == 0, done.explain()
     for output in done.outputs:
         assert output.count("passed check_") == len(transport_contract.CHECKS)
@@ -26,13 +26,13 @@ def test_processes_keep_the_contract_and_end_normally(backend: str, world_size: 
 
 @pytest.mark.parametrize(("backend", "launcher"), [("process_group", "plain"), ("mpi", "mpi")])
 def test_late_ranks_are_timeouts(backend: str, launcher: str) -> None:
-    done = launch(launcher, 3, SCRIPT, [backend, "late"], timeout_s=60)
+    done = launch(launcher, 3, SCRIPT, [backend, "late"])
     assert not done.timed_out, done.explain()
     assert all("all passed 3" in output for output in done.outputs), done.explain()
 
 
 @pytest.mark.parametrize("backend", ["process_group", "mpi"])
 def test_more_than_2_gib_arrive(backend: str) -> None:
-    done = launch(backend, 2, LARGE, [backend], timeout_s=120)
+    done = launch(backend, 2, LARGE, [backend])
     assert done.returncode == 0, done.explain()
     assert all("arrived" in output for output in done.outputs), done.explain()

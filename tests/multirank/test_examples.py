@@ -38,7 +38,7 @@ def test_every_example_is_tested_and_says_how_to_launch_it() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_on_two_ranks(name: str) -> None:
     backend, said = EXAMPLES[name]
-    done = launch(backend, 2, FOLDER / name, [backend], timeout_s=90)
+    done = launch(backend, 2, FOLDER / name, [backend])
     assert done.returncode == 0, done.explain()
     for rank, output in enumerate(done.outputs):
         assert f"rank {rank}: " in output, done.explain()

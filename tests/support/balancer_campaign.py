@@ -202,7 +202,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "ranks had .*loss_scale")
     if sys.argv[1] == "process_group":
         torch.distributed.init_process_group("gloo")
-    campaign_transport = connect(sys.argv[1], timeout_s=30)
+    campaign_transport = connect(sys.argv[1], timeout_s=100)
     print(f"checked {run_campaign(campaign_transport)} epochs")
     campaign_transport.close()
     if sys.argv[1] == "process_group":

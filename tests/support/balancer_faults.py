@@ -16,7 +16,8 @@ import torch
 from freescale.balancer import Column, JaggedBatch, PeerClosed, balance
 from freescale.transport import Transport, connect
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 4.0  # where the others find out by that
+PATIENCE_S = 60.0
 STEPS = 40
 
 
@@ -49,7 +50,7 @@ def train(transport: Transport, trouble: str) -> None:
             if trouble == "killed while training":
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble == "stopped for a while":
-                subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT_S}; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT_S}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             if trouble == "leaves early":
                 loader.close()
@@ -63,7 +64,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", "ranks had .*loss_scale")
     if backend == "process_group":
         torch.distributed.init_process_group("gloo")
-    transport = connect(backend, timeout_s=TIMEOUT_S)
+        torch.distributed.barrier()
+    else:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()  # some ranks take seconds to start
+    is_silent = trouble.startswith(("killed", "stopped"))
+    transport = connect(backend, timeout_s=TIMEOUT_S if is_silent else PATIENCE_S)
     started = time.monotonic()
     try:
         train(transport, trouble)

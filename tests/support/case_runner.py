@@ -24,7 +24,7 @@ from case_report import ONLY, REPORT
 
 _MARK = "FREESCALE_CASE_RUN"
 _LOOK_S = 0.05
-_STACKS_S = 1.5  # for writing its stacks, before a process is killed
+_STACKS_S = 3.0  # for writing its stacks, before a process is killed
 _TEXT_CHARS = 8000
 GOOD = ("passed", "skipped")
 
@@ -210,7 +210,7 @@ class _Start:
                 os.kill(pid, signal.SIGKILL)
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         with self._log.open("a") as log:
             for path in sorted(self._scratch.rglob("*.err")):
                 log.write(f"--- {path.name}\n{path.read_text(errors='replace')[-_TEXT_CHARS:]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 
@@ -84,7 +85,7 @@ def late_check_a_late_rank_is_a_timeout(transport: Transport) -> None:
     if transport.world_size == 1:
         return
     for check_sizes in (True, False):
-        lane = transport.channel("late", check_sizes)
+        lane = hurried_channel(transport, "late", check_sizes)
         assert isinstance(lane, HostTransport)
         if transport.rank == 1:
             transport.all_gather(torch.zeros(1)).wait()
@@ -98,23 +99,30 @@ def late_check_a_late_rank_is_a_timeout(transport: Transport) -> None:
             pattern = f"all_gather #1 on channel 'late': rank {transport.rank} of .* waited 0.3 s, .*missing"
             with pytest.raises(TransportTimeout, match=pattern) as caught:
                 lane.all_gather(torch.zeros(1)).wait()
-            assert 0.2 < time.monotonic() - begun < 3
-            if check_sizes:
-                assert "missing: ranks [1]" in str(caught.value)
+            assert time.monotonic() - begun >= 0.3
+            if check_sizes:  # others may be late too
+                assert 1 in ranks_in(str(caught.value))
             with pytest.raises(TransportClosed, match=r"waited 0\.3 s"):
                 lane.all_gather(torch.zeros(1))
             transport.all_gather(torch.zeros(1)).wait()
 
 
+def ranks_in(text: str) -> list[int]:
+    """Those that are said to be missing."""
+    found = re.search(r"missing: ranks \[([\d, ]+)\]", text)
+    assert found, text
+    return [int(rank) for rank in found[1].split(", ")]
+
+
 def late_check_tests_have_a_deadline_too(transport: Transport) -> None:
     if transport.world_size == 1:
         return
-    lane = transport.channel("tested")
+    lane = hurried_channel(transport, "tested")
     assert isinstance(lane, HostTransport)
     if transport.rank == 0:
         lane.timeout_s = 0.2
         pending = lane.all_gather(torch.zeros(1))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not pending.test():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -130,14 +138,25 @@ def late_check_tests_have_a_deadline_too(transport: Transport) -> None:
 def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(transport: Transport) -> None:
     transport.channel("warm").close()
     before = held()[:2]
-    patience, transport.timeout_s = transport.timeout_s, 1.0
-    lane = transport.channel("left")
+    lane = hurried_channel(transport, "left")
     if transport.rank != 1:
         lane.all_gather(torch.zeros(1))
-    transport.timeout_s = patience
     lane.close()
-    time.sleep(1.5)
-    transport.all_gather(torch.zeros(1)).wait()
-    transport.channel("sweeping").close()
-    if isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire):
-        assert all(now <= then for now, then in zip(held()[:2], before, strict=True)), (held(), before)
+    counts = isinstance(transport, HostTransport) and not isinstance(transport._wire, LocalWire)
+    deadline = time.monotonic() + 60
+    while True:
+        is_given_back = not counts or all(now <= then for now, then in zip(held()[:2], before, strict=True))
+        goes_on = torch.tensor([not is_given_back and time.monotonic() < deadline])
+        if not transport.all_gather(goes_on).wait().any():
+            break
+        time.sleep(0.2)
+        transport.channel("sweeping").close()
+    assert is_given_back, (held(), before)
+
+
+def hurried_channel(transport: Transport, name: str, check_sizes: bool | None = None) -> Transport:
+    """One on which gloo, too, gives up soon what is under way; until then it keeps a process from ending."""
+    patience, transport.timeout_s = transport.timeout_s, min(transport.timeout_s, 4.0)
+    lane = transport.channel(name, check_sizes)
+    transport.timeout_s = patience
+    return lane

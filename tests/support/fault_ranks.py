@@ -32,8 +32,8 @@ from fault_training import report
 
 WORLD_SIZE = 3
 AT_ONCE = 4
-LIMIT_S = 60.0  # of a run
-ORPHANS_S = 12.0  # workers of a DataLoader look every five seconds whether their parent is there
+LIMIT_S = 150.0  # of a run
+ORPHANS_S = 30.0  # workers of a DataLoader look every five seconds whether their parent is there
 
 
 @dataclass

@@ -73,7 +73,7 @@ def collect(num_batches: list[int], size: int = 8, **options: Any) -> Callable[[
 
 
 def assert_threads(count: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > count and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

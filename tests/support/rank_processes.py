@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -63,7 +64,7 @@ def launch(
     script: Path | str,
     args: Sequence[str] = (),
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 250.0,
     recovery: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Launched:
@@ -153,11 +154,17 @@ def _start_commands(
         return [([str(folder / "torchrun"), *options, *command], {})]
     if backend != "plain":
         raise ValueError(f"backend must be mpi, process_group or plain, got {backend!r}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
     return [(command, {**shared, "RANK": str(rank)}) for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    """One below those that the system gives to connections, which could take it before rank 0 does."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            port = random.randrange(15_000, 30_000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, mark: str) -> bool:
@@ -169,7 +176,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, mark: str) 
                 _show_stacks(mark)
             _kill(mark)
             for process in left:
-                process.wait(10)
+                process.wait(60)
             return late
         time.sleep(0.02)
     return False
@@ -193,7 +200,7 @@ def _marked(mark: str) -> dict[int, str]:
 
 def _orphans(mark: str) -> list[str]:
     """Who is left. Workers of a DataLoader look every five seconds whether their parent is there."""
-    deadline = time.monotonic() + 12
+    deadline = time.monotonic() + 30
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return list(found.values())

@@ -16,7 +16,7 @@ def run_in_threads(
     world_size: int,
     function: Callable[[Transport], Result],
     *,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     transports: list[Transport] | None = None,
 ) -> list[Result]:
     """Call `function(transport)` once per rank, each in a thread of its own, over the `local` backend.
@@ -49,7 +49,7 @@ def run_in_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline + 10 - time.monotonic()))
+        thread.join(max(0.0, deadline + 60 - time.monotonic()))
     if errors:
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]

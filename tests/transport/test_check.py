@@ -84,7 +84,7 @@ def test_too_few_connections_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_command_fails_for_what_is_needed_and_not_there() -> None:
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, "-m", "freescale.transport.check", "--json", "--need", "process_group", "copy_engine"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == "error: cannot run here: copy_engine"
     found = json.loads(done.stdout)

@@ -70,7 +70,7 @@ class Rank:
     def plan(self, sent: list[int], received: list[int]) -> Exchange:
         return plan_all_to_all(self.rank, 2, torch.zeros(sum(sent)), sent, received, None)
 
-    def come(self, deadline_s: float = 1.0) -> Meeting:
+    def come(self, deadline_s: float = 60.0) -> Meeting:
         (meeting,) = self.meetings.enqueue(self.exchange, [1 - self.rank], time.monotonic() + deadline_s)
         return meeting
 
@@ -102,13 +102,13 @@ def test_the_later_rank_copies_both_pieces(segment: Segment, earlier: int) -> No
 
 
 def test_ranks_that_come_together_copy_a_piece_each(segment: Segment) -> None:
-    ranks = [Rank(rank, segment, 0, 5.0) for rank in range(2)]
+    ranks = [Rank(rank, segment, 0, 60.0) for rank in range(2)]
     met: list[Meeting] = []
     waiting = threading.Thread(target=lambda: met.append(ranks[0].come()), daemon=True)
     waiting.start()
     time.sleep(0.05)
     assert ranks[1].come().both_here
-    waiting.join(5)
+    waiting.join(60)
     assert met[0].both_here
     assert ranks[0].streams.copies == [piece(ranks[0], ranks[1])]
     assert ranks[1].streams.copies == [piece(ranks[1], ranks[0])]
@@ -125,12 +125,12 @@ def test_who_waits_in_vain_again_and_again_waits_less_and_tries_again_later(segm
     assert patience == [400e-6] * 8 + [pytest.approx(40e-6)] * 24 + [400e-6] * 8
     for _ in range(40):
         other.come()
-    rank.meetings._patience_s = 5.0
+    rank.meetings._patience_s = other.meetings._patience_s = 60.0  # whoever comes first
     waiting = threading.Thread(target=rank.come, daemon=True)
     waiting.start()
     time.sleep(0.05)
     assert other.come().both_here
-    waiting.join(5)
+    waiting.join(60)
     assert rank.meetings._num_missed == 0, "they met"
 
 
@@ -156,7 +156,7 @@ def test_a_record_is_not_written_over_before_the_other_has_made_up_its_mind(segm
     """It was: a rank held up between its two looks took the other for absent, which counted on it, and both waited."""
     slow, fast = (Rank(rank, segment, 7, 0.0) for rank in range(2))
     source, target = slow.meetings._export(slow.exchange.source), slow.meetings._export(slow.exchange.target)
-    came = slow.meetings._come(slow.exchange, 1, source, target, time.monotonic() + 1)
+    came = slow.meetings._come(slow.exchange, 1, source, target, time.monotonic() + 60)
     assert fast.come().both_here
     for _ in range(RING - 1):
         fast.come()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 
@@ -55,14 +56,21 @@ def exchange(lane: Transport) -> None:
 
 def await_given_back() -> None:
     """Threads of closed channels give their memory back soon; both ranks are in this process."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(pinned_slots._idle.get((0, 2, WINDOW_BYTES, 1), [])) < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
+def await_failure(lane: Transport) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lane.raise_if_failed()
+        time.sleep(0.01)
+
+
 def test_channels_one_after_the_other_share_pinned_memory() -> None:
     def run(transport: Transport) -> None:
-        ours = staged(transport, 20)
+        ours = staged(transport, 60)
         for number in range(6):
             lane = ours.channel(f"lane {number}")
             exchange(lane)
@@ -70,27 +78,30 @@ def test_channels_one_after_the_other_share_pinned_memory() -> None:
             await_given_back()
             ours.all_gather(torch.zeros(1)).wait()
 
-    run_in_threads(2, run, timeout_s=60)
+    run_in_threads(2, run)
     assert num_pinned() <= 2 * 2 * 3  # of both ranks: that of the first channel and that of the others
 
 
 def test_pinned_memory_of_a_channel_that_failed_goes_with_it() -> None:
     def run(transport: Transport) -> None:
-        ours = staged(transport, 1.0)
+        ours = staged(transport, 60.0)
         lane = ours.channel("late")
         exchange(lane)
         if transport.rank == 0:
+            engine = lane._wire._engine  # type: ignore[attr-defined]  # a ThreadsWire
+            engine._mover._lane.timeout_s = 0.5
             lane.all_to_all(torch.zeros(2000), [1000, 1000], [1000, 1000]).wait()
-            time.sleep(1.8)  # the streams have been let go by then, and what arrived is worthless
-            with pytest.raises(TransportError):
-                lane.raise_if_failed()
+            with pytest.raises(TransportError):  # the streams have been let go, and what arrived is worthless
+                await_failure(lane)
+            has_failed.set()
         else:
-            time.sleep(2.5)
+            assert has_failed.wait(60)
         lane.close()
         ours.close()
 
-    run_in_threads(2, run, timeout_s=40)
-    deadline = time.monotonic() + 20
+    has_failed = threading.Event()
+    run_in_threads(2, run)
+    deadline = time.monotonic() + 60
     while num_pinned() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert num_pinned() == 0

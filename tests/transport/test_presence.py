@@ -80,7 +80,7 @@ def test_a_killed_process_is_gone_also_if_its_children_are_not_and_a_stopped_one
         assert ours.gone() == ([1] if ends == signal.SIGKILL else [])
     finally:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 def test_an_address_that_means_nothing_on_this_host_keeps_nobody_from_the_others() -> None:

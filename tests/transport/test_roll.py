@@ -65,7 +65,7 @@ class Pair:
     def end(self) -> None:
         assert self._process is not None
         self._process.kill()
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
     def missing(self, number: int) -> list[int] | None:
         return self.roll.missing(3, DATA, number)

@@ -34,7 +34,7 @@ def start(segment: Segment, how: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
 
 def test_members_see_each_others_words_and_a_process_that_ended() -> None:

@@ -64,11 +64,11 @@ def test_threads_that_lock_segments_crosswise_are_no_deadlock() -> None:
             time.sleep(0.1)
             assert got == []
             tell(other)
-            wanting.join(20)
+            wanting.join(60)
             assert got == ["the second"]
         assert heard(other.stdout) == "got the first\n"
     finally:
         for segment in segments:
             segment.unlink()
         other.kill()
-        other.communicate(timeout=20)
+        other.communicate(timeout=60)

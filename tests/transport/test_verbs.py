@@ -79,7 +79,7 @@ def test_the_contract_holds(world_size: int) -> None:
             check(transport)
 
     transports = connect_fakes(network, world_size)
-    run_in_threads(world_size, run, timeout_s=60, transports=transports)
+    run_in_threads(world_size, run, transports=transports)
     for transport in transports:
         transport.close()
     assert not network.regions
@@ -91,7 +91,7 @@ def test_late_ranks_are_timeouts() -> None:
         for check in filter(count_no_files, transport_contract.LATE_CHECKS):
             check(transport)
 
-    run_in_threads(3, run, timeout_s=30, transports=connect_fakes(Network(), 3))
+    run_in_threads(3, run, transports=connect_fakes(Network(), 3))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -172,7 +172,7 @@ def test_thousands_of_exchanges_of_varying_size_register_nothing_more() -> None:
             size = 1 + (step * 7919) % 3000
             assert len(transport.all_gather(torch.zeros(size)).wait()) == 2 * size
 
-    run_in_threads(2, run, timeout_s=60, transports=transports)
+    run_in_threads(2, run, transports=transports)
     assert network.num_registered == 2 * 3
     for transport in transports:
         wire = wire_of(transport)
@@ -194,7 +194,7 @@ class Slow:
 
 
 def test_what_is_not_ready_is_not_sent_and_what_is_ready_does_not_wait_for_it() -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=250)
 
     def run(transport: Transport) -> None:
         wire, rank = wire_of(transport), transport.rank
@@ -211,7 +211,7 @@ def test_what_is_not_ready_is_not_sent_and_what_is_ready_does_not_wait_for_it() 
         assert slow.landed_bytes == (20_000 if rank == 2 else 0)
         together.wait()
         slow.ready_from = 0
-        assert ticket.block(5)
+        assert ticket.block(60)
         assert slow.landed_bytes == 20_000
         expected = [
             make_rows(peer, 30_000, dtype=torch.uint8)[10_000 * rank : 10_000 * (rank + 1)] for peer in range(3)
@@ -230,28 +230,29 @@ def test_a_peer_that_dies_with_nothing_on_its_way_to_it_is_an_error_that_names_i
             for link in wire_of(transport).links.values():
                 link.pair.close()  # as the kernel does when a process ends
             return
-        begun = time.monotonic()
         with pytest.raises(TransportError, match=r"rank 1 cannot be reached: RETRY_EXC_ERR") as caught:
             transport.all_gather(torch.zeros(1)).wait()
         assert not isinstance(caught.value, TransportTimeout)
-        assert time.monotonic() - begun < 4
 
-    run_in_threads(2, run, transports=connect_fakes(Network(), 2, timeout_s=8))
+    run_in_threads(2, run, transports=connect_fakes(Network(), 2))
 
 
 def test_a_peer_that_dies_while_others_exchange_does_not_stop_these() -> None:
+    is_gone = threading.Event()
+
     def run(transport: Transport) -> None:
         n, rank = transport.world_size, transport.rank
         wire = wire_of(transport)
         if rank == 2:
             wire.abandon()
+            is_gone.set()
             return
-        time.sleep(0.2)
+        assert is_gone.wait(60)
         pending = transport.all_to_all(make_rows(rank, 3 * 20_000), [20_000] * n, [20_000] * n)
         with pytest.raises(TransportError, match="rank 2 cannot be reached"):
             pending.wait()
 
-    run_in_threads(3, run, transports=connect_fakes(Network(), 3, timeout_s=8))
+    run_in_threads(3, run, transports=connect_fakes(Network(), 3))
 
 
 def test_the_first_failure_of_a_connection_is_told_and_not_that_the_rest_was_flushed() -> None:
@@ -358,7 +359,7 @@ def test_a_channel_can_be_closed_by_another_thread_while_one_waits() -> None:
     thread.start()
     time.sleep(0.2)
     transports[0].close()
-    thread.join(5)
+    thread.join(60)
     assert "was closed" in str(errors[0])
 
 
@@ -377,4 +378,4 @@ def test_more_than_2_gib_arrive() -> None:
             assert (out[:100].tolist(), out[-100:].tolist()) == ([1] * 100, [2] * 100)
             assert not out[100:-100].any()
 
-    run_in_threads(2, run, timeout_s=60, transports=connect_fakes(Network(), 2, timeout_s=50, chunk_bytes=2**23))
+    run_in_threads(2, run, transports=connect_fakes(Network(), 2, timeout_s=50, chunk_bytes=2**23))

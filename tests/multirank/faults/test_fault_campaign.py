@@ -22,7 +22,7 @@ from rank_processes import launch
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(fault_ranks.__file__)
 DEADLINE_S = 6.0
-SLACK_S = 20.0  # of a machine that is busy
+SLACK_S = 90.0  # of a machine that is busy, or stands still for a while
 
 # What the balancer or the embeddings were at, in which step. Batches are planned ahead of the step trained on.
 PLACE = r"(hello|stage I+ \(.*\)|agreement on the plan|embedding \w+), step \d+: "
@@ -104,7 +104,7 @@ def run_all(folder: Path, troubles: list[str]) -> dict[str, Ended]:
     """Run many troubles over gloo, from one process."""
     command = [sys.executable, str(SCRIPT), str(folder), str(DEADLINE_S), *troubles]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     texts = [(folder / str(number) / "result.json").read_text() for number in range(len(troubles))]
     return {trouble: Ended(**json.loads(text)) for trouble, text in zip(troubles, texts, strict=True)}
@@ -153,7 +153,7 @@ def test_trouble_anywhere_else_is_an_error_of_all_within_the_deadline_too(troubl
 
 def run_under(launcher: str, trouble: str, message: str) -> None:
     """The same under mpiexec or torchrun, one trouble a launch."""
-    done = launch(launcher, 3, SCRIPT, [launcher, "4", trouble], timeout_s=90, recovery=True)
+    done = launch(launcher, 3, SCRIPT, [launcher, "4", trouble], recovery=True)
     assert not done.timed_out, done.explain()
     assert not done.orphans, done.explain()
     assert not done.shared_memory, done.explain()
@@ -180,7 +180,7 @@ def test_under_torchrun_a_killed_rank_leaves_no_process(trouble: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["mpi", "process_group"])
 def test_ctrl_c_at_the_launcher_leaves_no_process_and_no_shared_memory(launcher: str) -> None:
-    done = launch(launcher, 3, SCRIPT, [launcher, "4", "ctrl-c forward"], timeout_s=90)
+    done = launch(launcher, 3, SCRIPT, [launcher, "4", "ctrl-c forward"])
     assert not done.timed_out, done.explain()
     assert done.returncode != 0, done.explain()
     assert not done.orphans, done.explain()
@@ -188,7 +188,6 @@ def test_ctrl_c_at_the_launcher_leaves_no_process_and_no_shared_memory(launcher:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("trouble", [*QUICK, *LONG])
 def test_any_trouble_under_mpiexec_is_an_error_of_all(trouble: str) -> None:
     message = (QUICK | LONG)[trouble]

@@ -46,7 +46,7 @@ def train(data: Path, world_size: int, stop: int | None) -> list[Ended]:
         trainer.close()
         return result
 
-    return run_in_threads(world_size, run, timeout_s=60)
+    return run_in_threads(world_size, run)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def train_some_steps(data: Path, world_size: int, stop: int, tables: Path) -> li
         trainer.close()
         return saved
 
-    return run_in_threads(world_size, run, timeout_s=60)
+    return run_in_threads(world_size, run)
 
 
 def go_on_elsewhere(data: Path, world_size: int, states: list[dict[str, Any]], tables: Path) -> list[Ended]:
@@ -116,7 +116,7 @@ def go_on_elsewhere(data: Path, world_size: int, states: list[dict[str, Any]], t
         trainer.close()
         return result
 
-    return run_in_threads(world_size, run, timeout_s=60)
+    return run_in_threads(world_size, run)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 3), pytest.param(2, 8, marks=pytest.mark.long)])
@@ -136,7 +136,7 @@ def test_stopped_after_any_step_another_number_of_ranks_trains_on_every_sample_o
 def run_killed(folder: Path, cases: list[str]) -> None:
     """Run processes, of which one is killed; see `resume_ranks`."""
     command = [sys.executable, resume_ranks.__file__, str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
