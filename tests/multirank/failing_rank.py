@@ -55,6 +55,7 @@ def fail(how: str, transport: Transport) -> None:
         lane = transport.channel("trusting", check_sizes=False)
         wait_until(lambda: are_ready([0, 2]), "the others have the channel too")
         lane.all_gather(torch.zeros(1 << 20))
+        time.sleep(0.5)  # gloo's thread then has sent the sizes, most likely, so that the others wait for the data
         os.kill(os.getpid(), signal.SIGSTOP)
     if how in ("stop unchecked", "kill unchecked"):
         lane = transport.channel("trusting", check_sizes=False)
