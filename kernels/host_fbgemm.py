@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import host_rows
 from .host_checks import Integers
 
 _LARGEST_BYTES = 16 * 2**20  # beyond, Arrow's allocator keeps memory that malloc would fetch anew, page by page
@@ -28,11 +29,20 @@ _MOST_NARROW = 2**31 - 1  # rows up to which it adds up lengths of 32 bits, in a
 
 def is_loaded() -> bool:
     """Whether the program has imported FBGEMM, to the end: another thread may be at it."""
-    return "fbgemm_gpu" in sys.modules and hasattr(torch.ops.fbgemm, "permute_1D_sparse_data")
+    return bool(_seen) or _look()
+
+
+_seen: list[str] = []  # the name of FBGEMM's module, once it was there: a program does not lose it again
+
+
+def _look() -> bool:
+    if "fbgemm_gpu" in sys.modules and hasattr(torch.ops.fbgemm, "permute_1D_sparse_data"):
+        _seen.append("fbgemm_gpu")
+    return bool(_seen)
 
 
 def serves(values: list[Tensor], count: int) -> bool:
-    """Whether FBGEMM permutes these rows, giving `count` of each tensor's, faster than `gather_rows`."""
+    """Whether FBGEMM permutes these rows, giving `count` of each tensor's, faster than anything else."""
     if not is_loaded():
         return False
     for tensor in values:
@@ -40,8 +50,10 @@ def serves(values: list[Tensor], count: int) -> bool:
             if not 0 < count * tensor.element_size() <= _LARGEST_BYTES:
                 return False
         else:
-            size = row_bytes(tensor)
+            size = host_rows.row_bytes(tensor)
             if not 0 < count * size <= _LARGEST_BYTES or _word(tensor, size) not in _WORDS:
+                return False
+            if size >= host_rows.WIDE and host_rows.serves([tensor], 0, count):
                 return False
     return True
 
@@ -106,13 +118,13 @@ def permute_rows(values: Tensor, lengths: Tensor, rows: Tensor, count: int) -> t
     if values.dtype in _OWN and values.dim() == 1:
         permuted_lengths, permuted, _ = permute(rows, lengths, values, None, count)
         return permuted, permuted_lengths if as_given else None
-    size = row_bytes(values)
+    size = host_rows.row_bytes(values)
     word = _word(values, size)
-    flat = values.view(-1).view(torch.uint8).view(_WORDS[word])
+    flat = values.view(-1).view(_WORDS[word])
     per_row = size // word
     scaled = lengths.long() * per_row if per_row > 1 else lengths
     permuted = permute(rows, scaled, flat, None, count * per_row)[1]
-    return permuted.view(torch.uint8).view(values.dtype).view(count, *values.shape[1:]), None
+    return permuted.view(values.dtype).view(count, *values.shape[1:]), None
 
 
 @functools.cache
@@ -120,11 +132,6 @@ def _operator() -> Any:
     """FBGEMM's operator, without what torch puts around it for Python, which takes a tenth of a short call."""
     overload: Any = torch.ops.fbgemm.permute_1D_sparse_data.default
     return getattr(overload, "_op", overload)
-
-
-def row_bytes(values: Tensor) -> int:
-    """Bytes of one row."""
-    return values.element_size() * math.prod(values.shape[1:])
 
 
 def _word(values: Tensor, size: int) -> int:

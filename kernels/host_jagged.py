@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import host_fbgemm, reference
+from . import host_fbgemm, host_rows, reference
 from .host_checks import Integers, ends_of, ends_of_ranges, integers, taken_lengths, total_of
 from .host_copy import gather_ranges, gather_rows
 
-_FEW = 4  # ranges, of which torch copies each by itself before Arrow is ready
-_MANY = 1 << 12  # ranges of less than a row each, which torch copies row by row before Arrow has found each
+_FEW = 4  # ranges, of which torch copies each by itself before anything else is ready
 
 
 def permute_jagged(
@@ -95,9 +94,9 @@ def _gather(values: list[Tensor], starts: Integers, sizes: Integers, count: int)
     if 0 < len(starts) <= _FEW:
         ranges = list(zip(starts.tolist(), sizes.tolist(), strict=True))
         return [torch.cat([tensor[start : start + size] for start, size in ranges]) for tensor in values]
-    if len(starts) >= _MANY and count <= len(starts):
-        index = reference.row_indices(torch.from_numpy(starts), torch.from_numpy(sizes))
-        return [tensor.index_select(0, index) for tensor in values]
+    if host_rows.serves(values, len(starts), count):
+        index = host_rows.row_index(starts, sizes, count)
+        return [host_rows.take_rows(tensor, index) for tensor in values]
     return [gather_rows(tensor, starts, sizes, count) for tensor in values]
 
 
@@ -177,7 +176,7 @@ def _scatter(values: list[Tensor], lengths: Tensor, ends: Integers, places: _Pla
 
 
 def _scatter_rows(values: Tensor, offsets: Integers, lengths: Integers, gaps: Integers, size: int) -> Tensor:
-    row_bytes = host_fbgemm.row_bytes(values)
+    row_bytes = host_rows.row_bytes(values)
     if row_bytes == 0 or size == 0:
         return values.new_empty((size, *values.shape[1:]))
     zeros = torch.zeros(int(gaps.max()) * row_bytes, dtype=torch.uint8)
