@@ -31,7 +31,6 @@ def _file(path: Path, columns: dict[str, Any]) -> Path:
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("transport", "partitioner"), [("mpi", "greedy_batch_size"), ("process_group", "VariableBatchSize")]
 )
@@ -74,7 +73,6 @@ def test_the_demo_trains_twice_and_shows_both_runs(
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
 def test_a_file_with_nothing_but_a_history_trains_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.parquet"
     histories = [list(range(length)) for length in [0, 3, 1, 40, 2, 7, 0, 0, 5, 80, 6]]
@@ -88,7 +86,6 @@ def test_a_file_with_nothing_but_a_history_trains_too(tmp_path: Path, capsys: py
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
 def test_a_file_with_one_label_a_row_trains_and_leaves_out_what_it_cannot_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +109,6 @@ def test_a_file_with_one_label_a_row_trains_and_leaves_out_what_it_cannot_hold(
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
 def test_a_rank_that_fails_is_shown_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ CELLS = [Cell(20, 0.1), Cell(10, 0.1), Cell(5, 0.1)]
 
 
 def settings_of(cells: list[Cell], contenders: list[str], *, check: bool = False) -> Settings:
-    until = time.time() + 100.0
+    until = time.time() + 500.0
     return Settings("cpu", 2, "sockets", contenders, cells, SIZES, PACE, check, until)
 
 
@@ -64,7 +64,6 @@ def test_after_a_check_that_broke_all_is_measured_without_it() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(150)
 def test_a_workload_that_breaks_the_ranks_costs_no_other(tmp_path: Path) -> None:
     cells = [CELLS[0], Cell(20, 2.0), CELLS[1]]  # the second cannot be made
     launcher = Launcher("cpu", tmp_path)

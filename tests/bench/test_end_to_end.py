@@ -18,7 +18,6 @@ from freescale.bench.end_to_end_settings import CONTENDERS, Cell
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(240)
 def test_every_technique_trains_on_two_ranks_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = tmp_path / "found.json"
     size = ["--cells", "40x4", "even", "--cuts", "40", "--rounds", "1", "--warm-up", "3", "--timed", "4"]

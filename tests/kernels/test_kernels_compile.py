@@ -8,12 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 
 
-@pytest.mark.timeout(240)
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     said = subprocess.run(
@@ -21,7 +18,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
         env={**variables, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert said.returncode == 0, said.stderr[-3000:]
