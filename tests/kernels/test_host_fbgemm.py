@@ -37,7 +37,7 @@ def test_fbgemm_is_used_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     used: list[int] = []
     genuine = host_fbgemm.permute_rows
 
-    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+    def counted(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         used.append(len(arguments))
         return genuine(*arguments)  # type: ignore[arg-type]  # the last is an int
 

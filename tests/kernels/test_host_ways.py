@@ -1,4 +1,4 @@
-"""On the host, torch copies very few ranges and very short ones; FBGEMM and Arrow all others. None may differ."""
+"""On the host, torch copies very few ranges, NumPy few rows; FBGEMM and Arrow all others. None may differ."""
 
 from __future__ import annotations
 
@@ -24,10 +24,20 @@ def lengths_of(count: int, most: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("fbgemm")
-@pytest.mark.parametrize(("count", "most"), [(1, 9), (4, 9), (5, 9), (6000, 1), (6000, 3)])
+@pytest.mark.parametrize(("count", "most"), [(1, 9), (4, 9), (5, 9), (6000, 1), (6000, 3), (40, 900)])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((), torch.int64), ((), torch.float64), ((), torch.bool), ((), torch.complex64), ((3,), torch.float32)],
+    [
+        ((), torch.int64),
+        ((), torch.float64),
+        ((), torch.bool),
+        ((), torch.complex64),
+        ((), torch.bfloat16),
+        ((3,), torch.float32),
+        ((4,), torch.int64),
+        ((0,), torch.int32),
+        ((), torch.complex128),
+    ],
     ids=str,
 )
 def test_every_way_copies_the_same_rows(shape: tuple[int, ...], dtype: torch.dtype, count: int, most: int) -> None:
@@ -46,7 +56,34 @@ def test_every_way_copies_the_same_rows(shape: tuple[int, ...], dtype: torch.dty
     assert torch.equal(turned, values)
     assert torch.equal(turned_lengths, lengths.view(-1, 1))
     for result in (moved, sent, turned):
-        assert result.data_ptr() != values.data_ptr() or not len(values)
+        assert result.data_ptr() != values.data_ptr() or not values.numel()
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("count", "most"), [(4, 9), (40, 9), (5000, 1), (40, 900)])
+def test_types_that_torch_does_not_index_move_too(dtype: torch.dtype, count: int, most: int) -> None:
+    lengths = lengths_of(count, most)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    numbers = torch.arange(int(lengths.sum()) * dtype.itemsize).to(torch.uint8)
+    moved, _ = permute_jagged(numbers.view(dtype), lengths, order)
+    right, _ = reference.permute_jagged(numbers.view(-1, dtype.itemsize), lengths, order)
+    assert moved.dtype == dtype
+    assert torch.equal(moved.view(torch.uint8), right.view(-1))
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("most", [9, 900])
+def test_values_that_could_have_gradients_move_where_none_are_asked_for(most: int) -> None:
+    lengths = lengths_of(40, most)
+    values = torch.nn.Parameter(torch.randn(int(lengths.sum()), 2))
+    with torch.no_grad():
+        moved, _ = permute_jagged(values, lengths, torch.arange(40).flip(0))
+    assert not moved.requires_grad
+    assert torch.equal(moved, reference.permute_jagged(values.detach(), lengths, torch.arange(40).flip(0))[0])
+    again, _ = permute_jagged(values, lengths, torch.arange(40).flip(0))
+    assert again.requires_grad
+    assert torch.equal(again, moved)
 
 
 @pytest.mark.usefixtures("fbgemm")
@@ -60,10 +97,35 @@ def test_ranges_overlap_and_go_back(count: int) -> None:
 
 
 @pytest.mark.usefixtures("fbgemm")
-@pytest.mark.parametrize("rows", [[0, 7], [-1, 0], [6], [2**40]], ids=str)
+@pytest.mark.parametrize("rows", [[0, 7], [-1, 0], [6], [2**40], [-9, 3], [-(2**63)]], ids=str)
 def test_rows_that_are_not_there_are_named(rows: list[int]) -> None:
     with pytest.raises(ValueError, match=rf"rows must be from 0 to 5, got {min(rows)} to {max(rows)}"):
         permute_jagged(torch.arange(6), torch.ones(6, dtype=torch.int64), torch.tensor(rows))
+
+
+@pytest.mark.usefixtures("fbgemm")
+def test_lengths_that_are_told_are_right_whatever_tells_them() -> None:
+    """FBGEMM tells them for rows of its own types, not for wider ones, whose lengths it is given in words."""
+    lengths, order = lengths_of(40, 9).int(), torch.arange(40).flip(0)[1:].int()
+    total = int(lengths.sum())
+    for values in ([torch.arange(total)], [torch.ones(total, 3)], [torch.ones(total, 3), torch.arange(total)]):
+        told = permute_jagged(values, lengths, order)[1]
+        assert told.dtype == torch.int32
+        assert torch.equal(told, lengths[order])
+        turned = transpose_keyed(values, lengths.view(4, 10))[1]
+        assert torch.equal(turned, lengths.view(4, 10).t())
+        assert turned.is_contiguous()
+
+
+@pytest.mark.usefixtures("fbgemm")
+def test_integers_may_lie_apart() -> None:
+    """Every other one of more; also the rows of a transposed matrix."""
+    values = torch.arange(90)
+    lengths, order = torch.full((18,), 10)[::2], torch.arange(18).flip(0)[1::2] // 2
+    assert torch.equal(permute_jagged(values, lengths, order)[0], values.view(9, 10)[order].view(-1))
+    apart = lengths_of(12, 9).view(3, 4).t()
+    values = torch.arange(int(apart.sum()))
+    assert torch.equal(transpose_keyed(values, apart)[0], reference.transpose_keyed(values, apart)[0])
 
 
 @pytest.mark.usefixtures("fbgemm")
