@@ -28,6 +28,14 @@ ROWS: dict[str, tuple[torch.dtype, int]] = {
 OPERATIONS = ("permute", "dispatch", "combine", "transpose")
 LENGTHS = ("uniform", "short", "lognormal", "giant")
 KEYS = 16
+SIZES = {
+    "10 kB": 1e4,
+    "100 kB": 1e5,
+    "1 MB": 1e6,
+    "10 MB": 1e7,
+    "64 MB": 6.4e7,
+}  # what moves in all, of uniform lengths
+SIZED_WORLD_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Case:
     Attributes:
         operation: One of OPERATIONS, or "bucketize".
         rows: A name in ROWS.
-        lengths: One of LENGTHS, or "long 8000": few long sequences, cut there. Short ones are uniform, too.
+        lengths: One of LENGTHS, one of SIZES, or "long 8000": few long sequences, cut there. Short ones are uniform,
+            and so are those of SIZES.
         world_size: Ranks that take part.
         mean_length: Of one sample, where lengths are not "long".
     """
@@ -97,6 +106,12 @@ def sample_lengths(kind: str, count: int, mean: int, generator: torch.Generator)
         lengths //= 2
         lengths[count // 3] = count * mean // 2
     return lengths
+
+
+def mean_length(size: str, rows: str) -> int:
+    """Of one sample, where all together are of one of SIZES, about; 0 where not even one row of each is."""
+    dtype, width = ROWS[rows]
+    return round(SIZES[size] / (SAMPLES_PER_RANK * SIZED_WORLD_SIZE * dtype.itemsize * width))
 
 
 def make_inputs(case: Case, device: str, seed: int) -> Inputs:

@@ -136,7 +136,8 @@ def _add(table: Table, outcomes: Sequence[Outcome]) -> None:
     ratios = [
         f"{time / ours:.{digits}f}" if (time := times[name]) and ours else "-" for name, digits in _RATIOS.items()
     ]
-    cells = [f"{first.lengths}, {first.world_size}", f"{first.megabytes:.1f}", *map(_ms, times.values()), *ratios]
+    megabytes = f"{first.megabytes:.{1 if first.megabytes >= 1 else 2}f}"
+    cells = [f"{first.lengths}, {first.world_size}", megabytes, *map(_ms, times.values()), *ratios]
     if len(table.columns) > len(cells):
         cells += [_ms(by_way[name].call_ms) if name in by_way else "-" for name in ("FBGEMM", "ours")]
     table.add(*cells)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +18,7 @@ Call = Callable[[], object]
 _REPEATS = 5
 _BUDGET_S = 0.05  # what one measurement may take, about
 _LONG_BUDGET_S = 0.4  # where few calls take more than that
+_TURNS, _TURN_S, _TURNS_S = 15, 0.002, 1.0  # most turns of a way, what one takes at least, and all of all ways, about
 
 
 def call_ms(calls: Sequence[Call], device: str) -> float:
@@ -38,6 +41,33 @@ def call_ms(calls: Sequence[Call], device: str) -> float:
     finally:
         if collecting:
             gc.enable()
+
+
+def in_turn_ms(ways: Mapping[str, tuple[Sequence[Call], float]]) -> dict[str, float]:
+    """Median milliseconds of a call on the host, where ways take short turns in an order that changes.
+
+    What else a machine does slows down some ways at a time; so each meets it as often as the others.
+
+    Args:
+        ways: Calls over which the inputs of each way rotate, and the seconds that one takes, about.
+    """
+    counts = {name: max(1, int(_TURN_S / call_s)) for name, (_, call_s) in ways.items()}
+    once_s = sum(counts[name] * call_s for name, (_, call_s) in ways.items())
+    endless = {name: itertools.cycle(calls) for name, (calls, _) in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order, shuffled = list(ways), random.Random(0)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(max(3, min(_TURNS, int(_TURNS_S / max(once_s, _TURN_S))))):
+            shuffled.shuffle(order)
+            for name in order:
+                calls = list(itertools.islice(endless[name], counts[name]))
+                times[name].append(_elapsed(calls, 1, lambda: None))
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
 
 
 def affordable(calls: Sequence[Call], call_s: float) -> Sequence[Call]:

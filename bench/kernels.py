@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,23 @@ from rich.console import Console
 from torch import Tensor
 
 from .arguments import at_least_one, output_file, output_folder, picture_file, seconds, status_of
-from .kernel_cases import LENGTHS, OPERATIONS, ROWS, Case, Inputs, Way, expected, make_inputs, result_bytes
+from .kernel_cases import (
+    LENGTHS,
+    OPERATIONS,
+    ROWS,
+    SIZED_WORLD_SIZE,
+    SIZES,
+    Case,
+    Inputs,
+    Way,
+    expected,
+    make_inputs,
+    mean_length,
+    result_bytes,
+)
 from .kernel_cases import ways as ways_of
 from .kernel_report import Outcome, Report, read_outcomes
-from .kernel_timing import call_ms, device_ms
+from .kernel_timing import call_ms, device_ms, in_turn_ms
 from .progress import progress
 from .stopping import Stopping
 
@@ -32,7 +44,7 @@ _EPILOG = """examples:
 
 Every output is compared with the plain PyTorch definition before it is timed. Inputs rotate over more memory than the
 GPU's caches hold. "device" times are of CUDA graph replays; "call" times, the only ones of the loop, include the host;
-all are medians, on a CPU of three rounds in which the ways take turns. Ctrl-C and SIGTERM end the measurements and keep
+all are medians, on a CPU of turns that the ways take. Ctrl-C and SIGTERM end the measurements and keep
 what was measured; files are also written after every case. On a CPU all are call times on one thread."""
 
 _WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -43,7 +55,6 @@ _CUTS = (8000, 21000)
 _LONG_WORLD_SIZES = (8, 64)
 _ROTATED_BYTES = 250e6
 _CPU_ROTATED_BYTES = 64e6
-_CPU_ROUNDS = 3
 _SHORT_MS = 20.0
 
 
@@ -62,14 +73,16 @@ def measure(case: Case, device: str, *, loop: bool = True, fbgemm: bool = True) 
 
 
 def _in_turn(case: Case, outcomes: list[Outcome], sets: Sequence[Inputs], *, fbgemm: bool) -> list[Outcome]:
-    """Time short calls on a CPU in more rounds, one way after the other: other programs slow down some at a time."""
-    calls = {name: [partial(way, inputs) for inputs in sets] for name, way in ways_of(case, fbgemm=fbgemm).items()}
-    times: dict[str, list[float]] = {o.way: [o.call_ms] for o in outcomes if o.way in calls and o.call_ms is not None}
-    for _ in range(_CPU_ROUNDS - 1):
-        for name, found in times.items():
-            if not name.startswith("loop") and found[0] < _SHORT_MS:
-                found.append(call_ms(calls[name], "cpu"))
-    return [replace(o, call_ms=statistics.median(times[o.way])) if o.way in times else o for o in outcomes]
+    """Time short calls on a CPU once more, one way after the other: other programs slow down some at a time."""
+    known = {o.way: o.call_ms / 1e3 for o in outcomes if o.call_ms is not None and o.call_ms < _SHORT_MS}
+    times = in_turn_ms(
+        {
+            name: ([partial(way, inputs) for inputs in sets], known[name])
+            for name, way in ways_of(case, fbgemm=fbgemm).items()
+            if name in known and not name.startswith("loop")
+        }
+    )
+    return [replace(o, call_ms=times.get(o.way, o.call_ms)) for o in outcomes]
 
 
 def _copy(case: Case, sets: Sequence[Inputs], device: str) -> Outcome:
@@ -113,6 +126,9 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             for cut in _CUTS if "long" in options.lengths else ():
                 for world_size in _LONG_WORLD_SIZES if operation == "bucketize" else (1,):
                     yield Case(operation, rows, f"long {cut}", world_size, 0)
+            for size in SIZES if "sizes" in options.lengths and operation != "bucketize" else ():
+                if (mean := mean_length(size, rows)) > 0:
+                    yield Case(operation, rows, size, SIZED_WORLD_SIZE, mean)
             for lengths in LENGTHS if operation != "bucketize" else ():
                 if lengths not in options.lengths:
                     continue
@@ -133,7 +149,13 @@ def _parser() -> argparse.ArgumentParser:
     every = ("bucketize", *OPERATIONS)
     add("--operation", nargs="+", choices=every, default=every, help="default: all")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
-    add("--lengths", nargs="+", choices=("long", *LENGTHS), help="default: all; on a GPU all but short, of 10 rows")
+    add(
+        "--lengths",
+        nargs="+",
+        choices=("long", "sizes", *LENGTHS),
+        help="default: all but sizes (128 uniform ones, of 10 kB to 64 MB in all); on a GPU all but short, of 10 rows, "
+        "too",
+    )
     add(
         "--world-size",
         type=at_least_one,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from freescale.bench import kernel_cases, kernels
 from freescale.bench.kernel_cases import Case, Inputs
 from freescale.bench.kernel_report import Outcome
+from freescale.bench.kernel_timing import in_turn_ms
 
 
 def test_a_short_run_writes_figures_a_picture_and_a_dated_file(
@@ -139,3 +141,25 @@ def test_every_way_gives_the_same_rows(operation: str) -> None:
     results = {name: way(inputs)[0] for name, way in ways.items() if not name.startswith("FBGEMM")}
     for name, result in results.items():
         assert torch.equal(result, kernel_cases.expected(case, inputs)), name
+
+
+@pytest.mark.parametrize("rows", kernel_cases.ROWS)
+@pytest.mark.parametrize("size", ["10 kB", "100 kB", "1 MB"])
+def test_sizes_are_what_moves_in_all(size: str, rows: str) -> None:
+    mean = kernel_cases.mean_length(size, rows)
+    if size == "10 kB" and "x128" in rows:
+        assert mean == 0  # not one row of each sample
+        return
+    case = Case("permute", rows, size, kernel_cases.SIZED_WORLD_SIZE, mean)
+    moved = kernel_cases.result_bytes(kernel_cases.make_inputs(case, "cpu", seed=0))
+    assert 0.6 * kernel_cases.SIZES[size] < moved < 1.6 * kernel_cases.SIZES[size]
+
+
+def test_ways_take_turns_in_an_order_that_changes_and_rotate_over_their_inputs() -> None:
+    seen: list[str] = []
+    calls = [partial(seen.append, name) for name in ("a0", "a1", "a2")]
+    times = in_turn_ms({"a": (calls, 1.0), "b": ([partial(seen.append, "b")], 1.0)})  # said to be slow: a call a turn
+    assert times.keys() == {"a", "b"}
+    assert [name for name in seen if name != "b"] == ["a0", "a1", "a2"][: len(seen) // 2]
+    assert len(seen) == 6
+    assert {name == "b" for name in seen[::2]} == {True, False}  # which is first
