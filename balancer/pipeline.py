@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
+from ..kernels.traced import traced
 from .adapters.device import moved, pinned, record_stream
 from .hooks import balanced_loader
 from .loader import BalancedIterator
@@ -179,24 +179,24 @@ class StagedPipeline:
         Raises:
             StopIteration: All batches of the iterator were trained on.
         """
-        with record_function("freescale.data_loading"):
+        with traced("freescale.data_loading"):
             self._fill(iterator)
         if not self._staged:
             raise StopIteration
         staged = self._staged.popleft()
         self._await_copy(staged)
         if not self.model.training:
-            with torch.no_grad(), record_function("freescale.forward"):
+            with torch.no_grad(), traced("freescale.forward"):
                 output = self.model(staged.batch)
             self._finish(output, staged)
             return output
-        with record_function("freescale.forward"):
+        with traced("freescale.forward"):
             loss, output = self._forward(staged)
-        with record_function("freescale.data_loading"):
+        with traced("freescale.data_loading"):
             self._fill(iterator)
-        with record_function("freescale.backward"):
+        with traced("freescale.backward"):
             self._backward(loss)
-        with record_function("freescale.optimizer"):
+        with traced("freescale.optimizer"):
             self._step()
         self._finish(output, staged)
         return output
@@ -249,11 +249,11 @@ class StagedPipeline:
             batch = self._prepare(batch, report)
         if self.model.training:
             for name, module, ids_of in self._prefetching:
-                with record_function(f"freescale.prefetch {name}"):
+                with traced(f"freescale.prefetch {name}"):
                     module.prefetch(ids_of(batch))
         arrived = None
         if self._copies is not None:
-            with record_function("freescale.copy_to_device"), torch.cuda.stream(self._copies):
+            with traced("freescale.copy_to_device"), torch.cuda.stream(self._copies):
                 batch = moved(pinned(batch), self.device)
                 arrived = torch.cuda.Event()
                 arrived.record(self._copies)
@@ -284,11 +284,12 @@ class StagedPipeline:
             loss, output = output, output.detach() if isinstance(output, Tensor) else output
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss must be a tensor, got {type(loss).__name__}; pass loss_fn=")
-        return loss.sum(), output
+        return loss.sum() if loss.dim() else loss, output
 
     def _backward(self, loss: Tensor) -> None:
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.register_hook(self._end_lap_first)
+        if self._stopwatch.is_timing:
+            scaled.register_hook(self._end_lap_first)
         scaled.backward()
 
     def _end_lap_first(self, grad: Tensor) -> None:
@@ -310,7 +311,7 @@ class StagedPipeline:
         self._scaler.update()
 
     def _finish(self, output: Any, staged: _Staged) -> None:
-        with record_function("freescale.metrics"):
+        with traced("freescale.metrics"):
             if self._metrics is not None:
                 self._metrics(output, staged.batch, staged.report)
             for (epoch, step), seconds in self._stopwatch.collect():

@@ -33,6 +33,12 @@ class Stopwatch:
         self._clock = clock
         self._lap: _Lap | None = None
         self._finished: deque[_Lap] = deque()
+        self._free: list[torch.cuda.Event] = []  # of laps that were told: to make one takes longer than to record it
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether a step is being timed, also where the watch is stopped for a while."""
+        return self._lap is not None
 
     @property
     def is_running(self) -> bool:
@@ -67,7 +73,7 @@ class Stopwatch:
         if not self._on_gpu:
             self._lap.marks.append(self._clock())
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         self._lap.marks.append(event)
 
@@ -79,6 +85,7 @@ class Stopwatch:
             pairs = zip(lap.marks[::2], lap.marks[1::2], strict=True)
             if self._on_gpu:
                 seconds = sum(start.elapsed_time(stop) for start, stop in pairs) / 1e3
+                self._free += lap.marks
             else:
                 seconds = sum(stop - start for start, stop in pairs)
             known.append((lap.label, seconds))

@@ -33,6 +33,7 @@ class Upload:
         self._takers: list[tuple[int, Taker]] = []
         self.event: torch.cuda.Event | None = None
         self.storage: Tensor | None = None
+        self._users: list[int] = []  # streams
 
     def add(self, arrays: Sequence[NDArray[np.int64]], take: Taker) -> None:
         """Have arrays sent.
@@ -67,9 +68,18 @@ class Upload:
             start += count
         self._arrays, self._takers = [], []
 
-    def use(self) -> None:
-        """Have the current stream wait for the copy, and keep its memory until that stream is done with it."""
-        if self.event is not None and self.storage is not None:
+    def use(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Have a stream wait for the copy, and keep its memory until that stream is done with it.
+
+        Args:
+            stream: None: the current one.
+        """
+        if self.event is None or self.storage is None:
+            return
+        if stream is None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self.event)
-            self.storage.record_stream(stream)
+        if stream.cuda_stream in self._users:
+            return  # it has waited; and what it does later is after what it did
+        self._users.append(stream.cuda_stream)
+        stream.wait_event(self.event)
+        self.storage.record_stream(stream)

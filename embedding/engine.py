@@ -151,27 +151,36 @@ class Engine:
 
     def start(self, ids: Sequence[Tensor]) -> Running:
         """Begin the iteration of a batch, which then is `current`."""
-        refuse_checkpointing()
-        with naming("forward", self.shards[0].step):
-            return self._start(ids)
-
-    def _start(self, ids: Sequence[Tensor]) -> Running:
-        planner = self._open()
-        planner.check()
         given = HostIds(ids)
-        batch = self._take(planner, given)
-        planner.wait(batch)
-        if self._late_check is not None:
-            self._late_check.look()
-            self._late_check.add(given, batch.ids)
-        upcoming = self._queue[0] if self._queue and not self.synchronous else None
-        if upcoming is not None:
-            planner.wait(upcoming)
-        iterations = [context.start(g, batch, upcoming) for g, context in enumerate(self._contexts)]
-        _use(batch)
+        batch, iterations = self._begin(given)
         rows = [context.attach(each) for context, each in zip(self._contexts, iterations, strict=True)]
         self.current = Running(batch, given, iterations, rows)
         return self.current
+
+    def forward(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """`start` and `lookup` of all that a batch of one call looks up, at once. Shapes [ids, D], float32."""
+        assert len(self.calls) == 1, "what other calls look up would need rows of its own"
+        batch, iterations = self._begin(HostIds(ids))
+        found = [context.look_up(each) for context, each in zip(self._contexts, iterations, strict=True)]
+        return self._share_out(batch, found, 0)
+
+    def _begin(self, given: HostIds) -> tuple[Batch, list[Iteration]]:
+        """Begin the iteration of a batch; what the caller looks up is there for its stream."""
+        refuse_checkpointing()
+        with naming("forward", self.shards[0].step):
+            planner = self._open()
+            planner.check()
+            batch = self._take(planner, given)
+            planner.wait(batch)
+            if self._late_check is not None:
+                self._late_check.look()
+                self._late_check.add(given, batch.ids)
+            upcoming = self._queue[0] if self._queue and not self.synchronous else None
+            if upcoming is not None:
+                planner.wait(upcoming)
+            iterations = [context.start(g, batch, upcoming) for g, context in enumerate(self._contexts)]
+            _use(batch)
+        return batch, iterations
 
     def lookup(self, running: Running, call: int) -> list[Tensor]:
         """Rows of a call's features, differentiable. Shapes [ids, D], float32."""
@@ -317,12 +326,19 @@ class Engine:
             raise EmbeddingError(f"{rule}: feature '{self._slots[other].feature}' was prefetched with other ids")
 
     def _gather_call(self, batch: Batch, rows: Sequence[Tensor], call: int) -> list[Tensor]:
+        found = {
+            group: gather(rows[group], batch.groups[group].calls[index])
+            for group, (index, _) in self._indices[call].items()
+        }
+        return self._share_out(batch, found, call)
+
+    def _share_out(self, batch: Batch, found: Mapping[int, Tensor] | Sequence[Tensor], call: int) -> list[Tensor]:
+        """Rows of each feature of a call, of what was found for its groups."""
         first = self._first_slots[call]
         outputs: dict[int, Tensor] = {}
-        for group, (index, features) in self._indices[call].items():
-            looked_up = gather(rows[group], batch.groups[group].calls[index])
+        for group, (_, features) in self._indices[call].items():
             sizes = [batch.ids.sizes[first + feature] for feature in features]
-            outputs.update(zip(features, looked_up.split(sizes) if len(sizes) > 1 else [looked_up], strict=True))
+            outputs.update(zip(features, found[group].split(sizes) if len(sizes) > 1 else [found[group]], strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
     def _open(self) -> Planner:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from ..transport import TransportError
@@ -63,18 +62,30 @@ class OutOfStep(EmbeddingError):
     """Ranks call prefetch and forward in different orders."""
 
 
-@contextmanager
-def naming(stage: str, step: int) -> Iterator[None]:
+class naming:  # noqa: N801  # reads as a statement: `with naming("forward", step):`
     """Have errors say what the trainer was at, and in which step since the tables were made.
 
     Those of the transport say it first; a note does for those whose text is about something else.
+
+    Args:
+        stage: What the trainer is at.
+        step: Number of the step.
     """
-    try:
-        yield
-    except (EmbeddingError, IdOutOfRange) as error:
-        note = f"the trainer was at embedding {stage}, step {step}"
-        if note not in getattr(error, "__notes__", ()):  # several batches may have one error
-            error.add_note(note)
-        raise
-    except TransportError as error:
-        raise type(error)(f"embedding {stage}, step {step}: {error}") from error
+
+    __slots__ = ("_stage", "_step")
+
+    def __init__(self, stage: str, step: int) -> None:
+        self._stage, self._step = stage, step
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, EmbeddingError | IdOutOfRange):
+            note = f"the trainer was at embedding {self._stage}, step {self._step}"
+            if note not in getattr(error, "__notes__", ()):  # several batches may have one error
+                error.add_note(note)
+        elif isinstance(error, TransportError):
+            raise type(error)(f"embedding {self._stage}, step {self._step}: {error}") from error

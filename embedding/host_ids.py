@@ -27,8 +27,8 @@ class HostIds:
     """
 
     def __init__(self, ids: Sequence[Tensor]) -> None:
-        self.tensors = [each.detach().reshape(-1) for each in ids]
-        self.sizes = [len(each) for each in self.tensors]
+        self.tensors = [each if each.dim() == 1 else each.reshape(-1) for each in ids]
+        self.sizes = [each.shape[0] for each in self.tensors]
         self._host: list[Tensor] | None = None
         self._event: torch.cuda.Event | None = None
         self.fingerprints: list[int] = []

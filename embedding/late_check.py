@@ -28,7 +28,7 @@ class LateCheck:
     def __init__(self, features: Sequence[str], device: torch.device) -> None:
         self._features, self._device = features, device
         self._places = torch.ones(0, dtype=torch.int64, device=device)
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
         self._under_way: deque[tuple[torch.cuda.Event, Tensor, list[bool], HostIds]] = deque()
 
     def add(self, given: HostIds, prefetched: HostIds) -> None:
@@ -38,18 +38,19 @@ class LateCheck:
         longest = max(given.sizes)
         if longest > len(self._places):
             self._places = torch.arange(1, 2 * longest + 1, device=self._device)
-        prints = torch.stack(
-            [
-                (ids * self._places[: len(ids)]).sum() if ids.is_cuda else self._places.new_zeros(())
-                for ids in given.tensors
-            ]
-        )
-        host = self._free.pop() if self._free else torch.empty(len(prints), dtype=torch.int64, pin_memory=True)
-        host.copy_(prints, non_blocking=True)
-        event = torch.cuda.Event()
+        prints = [
+            (ids * self._places[: len(ids)]).sum(0, keepdim=True) if ids.is_cuda else self._places.new_zeros(1)
+            for ids in given.tensors
+        ]
+        host, event = self._free.pop() if self._free else self._make(len(prints))
+        host.copy_(prints[0] if len(prints) == 1 else torch.cat(prints), non_blocking=True)
         event.record()
         compared = [ids.is_cuda for ids in given.tensors]
         self._under_way.append((event, host, compared, prefetched))
+
+    def _make(self, count: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Where fingerprints arrive, and what tells that they have."""
+        return torch.empty(count, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
     def look(self) -> None:
         """Compare what has arrived.
@@ -58,9 +59,9 @@ class LateCheck:
             EmbeddingError: A forward got other ids than were prefetched for it.
         """
         while self._under_way and self._under_way[0][0].query():
-            _, host, compared, prefetched = self._under_way.popleft()
+            event, host, compared, prefetched = self._under_way.popleft()
             found = host.tolist()
-            self._free.append(host)
+            self._free.append((host, event))
             for slot, feature in enumerate(self._features):
                 if compared[slot] and found[slot] != prefetched.fingerprints[slot]:
                     raise EmbeddingError(

@@ -136,7 +136,7 @@ class PrioritizedEmbeddingCollection(EngineModule):
         """
         ids = self._reader.ids(features)
         engine = self._engine
-        rows = engine.lookup(engine.start(ids), 0) if self._trains else engine.evaluate(ids, [0])[0]
+        rows = engine.forward(ids) if self._trains else engine.evaluate(ids, [0])[0]
         return self._reader.wrap(features, rows)
 
     def embedding_configs(self) -> list[Any]:

@@ -1,8 +1,8 @@
 """Keeps torch's operations of a background thread on that thread, beside a busy trainer (paper, section 3.1).
 
-Torch splits an operation on host memory between cores by OpenMP, which gives every thread that asks for it helpers of its
-own. When the operation is over they wait for the next one without sleeping, for milliseconds: three helpers take three
-cores from trainers that launch kernels, for a sort that one core does in less than one.
+Torch splits an operation on host memory between cores by OpenMP, which gives every thread that asks for it helpers of
+its own. When the operation is over they wait for the next one without sleeping, for milliseconds: three helpers take
+three cores from trainers that launch kernels, for a sort that one core does in less than one.
 """
 
 from __future__ import annotations
