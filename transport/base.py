@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from .exchange import Splits
+from .layouts import Splits
 
 
 class Pending(ABC):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Operation = Literal["all_gather", "all_to_all"]
-Splits = Sequence[int] | NDArray[np.integer] | Tensor
-"""Rows for or from each rank: ints, a numpy integer array, or an integer tensor of one dimension. Length world_size."""
+from .layouts import Layout, Layouts, Operation, Splits
 
 
 class Chunks(Protocol):
@@ -56,6 +54,7 @@ class Exchange:
         join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
         waited_s: How long the last wait took, when the same exchange is begun again.
         prepared: What a backend worked out about it, for when the same exchange is begun again; see `Gathers`.
+        layout: What the bytes above are from, unless they were changed; other exchanges may have it too.
     """
 
     operation: Operation
@@ -77,7 +76,8 @@ class Exchange:
     join: Callable[[], object] | None = None
     chunks: Chunks | None = None
     waited_s: float = 0.0
-    prepared: tuple[list[object], list[object]] | None = None
+    prepared: tuple[Any, Any] | None = None
+    layout: Layout | None = None
 
     def outgoing(self, peer: int) -> Tensor:
         """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
@@ -110,6 +110,8 @@ class Exchange:
 
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""
+        if not self.incomplete:  # other exchanges may have the same layout
+            self.sent_bytes, self.received_bytes = self.sent_bytes.copy(), self.received_bytes.copy()
         self.sent_bytes[peer] = self.received_bytes[peer] = 0
         self.incomplete = True
 
@@ -121,20 +123,19 @@ def plan_all_gather(
     sizes: Splits | None,
     out: Tensor | None,
     devices: Sequence[str] = ("cpu",),
+    layouts: Layouts | None = None,
 ) -> Exchange:
     """Check the arguments of an all_gather and lay out its bytes. `devices` are the types that the backend moves.
+
+    `layouts` remembers what is worked out for sizes that come again.
 
     Raises:
         ValueError: See `Transport.all_gather`.
         TypeError: `block` or `out` is no tensor.
     """
     _check_rows("block", block, devices)
-    rows = block.shape[0]
-    sent = np.full(world_size, rows)
-    received = sent if sizes is None else _read_splits("sizes", sizes, world_size)
-    if received[rank] != rows:
-        raise ValueError(f"sizes[{rank}] must be the rows of this rank's block, {rows}, got {received[rank]}")
-    return _lay_out("all_gather", rank, "block", block, sent, received, out)
+    layouts = Layouts(rank, world_size) if layouts is None else layouts
+    return _fill(layouts.all_gather(block.shape[0], _row_bytes(block), sizes), "block", block, out)
 
 
 def plan_all_to_all(
@@ -145,93 +146,28 @@ def plan_all_to_all(
     received_splits: Splits,
     out: Tensor | None,
     devices: Sequence[str] = ("cpu",),
+    layouts: Layouts | None = None,
 ) -> Exchange:
     """Check the arguments of an all_to_all and lay out its bytes. `devices` are the types that the backend moves.
+
+    `layouts` remembers what is worked out for splits that come again.
 
     Raises:
         ValueError: See `Transport.all_to_all`.
         TypeError: `rows` or `out` is no tensor.
     """
     _check_rows("rows", rows, devices)
-    sent = _read_splits("sent_splits", sent_splits, world_size)
-    received = _read_splits("received_splits", received_splits, world_size)
-    if np.add.reduce(sent) != rows.shape[0]:
-        raise ValueError(f"sent_splits must add up to the {rows.shape[0]} rows given, got {int(sent.sum())}")
-    if sent[rank] != received[rank]:
-        raise ValueError(
-            f"sent_splits[{rank}] and received_splits[{rank}] are both what this rank keeps and must be equal, "
-            f"got {sent[rank]} and {received[rank]}"
-        )
-    return _lay_out("all_to_all", rank, "rows", rows, sent, received, out)
-
-
-class Gathers:
-    """Lays out gathers, and remembers those between the same two tensors: the ranks of a loop say as much in each step.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._known: dict[int, _Gather] = {}
-
-    def plan(self, block: Tensor, sizes: Splits | None, out: Tensor | None, devices: Sequence[str]) -> Exchange:
-        """As `plan_all_gather`."""
-        if sizes is not None or out is None:
-            return plan_all_gather(self._rank, self._world_size, block, sizes, out, devices)
-        known = self._known.get(id(out))
-        if known is not None and known.is_between(block, out):
-            return known.again()
-        exchange = plan_all_gather(self._rank, self._world_size, block, sizes, out, devices)
-        gather = _Gather(block, out, exchange)
-        if gather.can_repeat:
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            self._known[id(out)] = gather
-        return exchange
+    layouts = Layouts(rank, world_size) if layouts is None else layouts
+    return _fill(layouts.all_to_all(rows.shape[0], _row_bytes(rows), sent_splits, received_splits), "rows", rows, out)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-_MOST_KNOWN = 4  # a channel keeps their memory
-
-
-class _Gather:
-    """A gather as it was laid out between two tensors, which are kept so that they stay the ones meant."""
-
-    def __init__(self, block: Tensor, out: Tensor, exchange: Exchange) -> None:
-        self._block, self._out, self._exchange = block, out, exchange
-        self._places = _places(block, out)
-        at = (exchange.source.data_ptr(), exchange.target.data_ptr())
-        self.can_repeat = exchange.out is out and exchange.kept_bytes > 0 and self._places[:2] == at
-        self.can_repeat &= not block.is_cuda
-        if self.can_repeat:
-            start = int(exchange.received_at[exchange.rank])
-            kept = exchange.target.numpy()[start : start + exchange.kept_bytes]
-            # By words where possible: NumPy holds the interpreter lock for up to 500 elements.
-            width = np.int64 if kept.size % 8 == 0 else np.uint8
-            self._mine, self._kept = exchange.source.numpy().view(width), kept.view(width)
-
-    def is_between(self, block: Tensor, out: Tensor) -> bool:
-        """Whether these are the tensors, in the same memory as then, and ranks agreed about them."""
-        same = block is self._block and out is self._out and _places(block, out) == self._places
-        return same and not self._exchange.incomplete
-
-    def again(self) -> Exchange:
-        """The exchange, with this rank's own piece in its place."""
-        self._kept[:] = self._mine
-        return self._exchange
-
-
-def _places(block: Tensor, out: Tensor) -> tuple[object, ...]:
-    return block.data_ptr(), out.data_ptr(), block.shape, out.shape, block.dtype, block.is_contiguous()
 
 
 def _check_rows(name: str, rows: Tensor, devices: Sequence[str]) -> None:
     if not isinstance(rows, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(rows).__name__}")
-    if rows.device.type not in devices:
+    if not (rows.is_cpu and "cpu" in devices) and rows.device.type not in devices:
         if len(devices) > 1:
             raise ValueError(f"{name} must be in the memory of {' or '.join(devices)}, got a tensor on {rows.device}")
         raise ValueError(
@@ -244,65 +180,42 @@ def _check_rows(name: str, rows: Tensor, devices: Sequence[str]) -> None:
         raise ValueError(f"{name} must have at least one dimension, got a scalar: rows lie along dim 0")
 
 
-def _read_splits(name: str, splits: Splits, world_size: int) -> NDArray[np.int64]:
-    if isinstance(splits, Tensor):
-        if splits.device.type != "cpu":
-            raise ValueError(f"{name} must be in host memory, got a tensor on {splits.device}")
-        splits = splits.detach().numpy()
-    array = np.asarray(splits)
-    if array.shape != (world_size,):
-        raise ValueError(f"{name} must have one entry for each of the {world_size} ranks, got shape {array.shape}")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got {array.dtype}")
-    array = array.astype(np.int64)
-    if np.minimum.reduce(array) < 0:
-        raise ValueError(f"{name} must not be negative, got {array.min()} for rank {array.argmin()}")
-    return array
-
-
-def _lay_out(
-    operation: Operation,
-    rank: int,
-    name: str,
-    rows: Tensor,
-    sent: NDArray[np.int64],
-    received: NDArray[np.int64],
-    out: Tensor | None,
-) -> Exchange:
+def _fill(layout: Layout, name: str, rows: Tensor, out: Tensor | None) -> Exchange:
+    """Bring memory to a layout, and this rank's own piece to its place."""
     may_be_lazy = rows.dtype.is_floating_point or rows.dtype.is_complex  # to ask is_conj() lets another thread run
     if rows.requires_grad or (may_be_lazy and (rows.is_conj() or rows.is_neg())) or not rows.is_contiguous():
         rows = rows.detach().resolve_conj().resolve_neg().contiguous()
-    received_at = np.add.accumulate(received)
-    shape = (int(received_at[-1]), *rows.shape[1:])
-    received_at -= received
+    shape = (layout.num_received, *rows.shape[1:])
     out = (
         torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else _check_out(out, shape, name, rows)
     )
-    row_bytes = rows.element_size() if rows.dim() == 1 else math.prod(rows.shape[1:]) * rows.element_size()
-    gathers = operation == "all_gather"
     exchange = Exchange(
-        operation=operation,
-        rank=rank,
-        row_bytes=row_bytes,
-        sent_rows=sent,
-        received_rows=received,
+        operation=layout.operation,
+        rank=layout.rank,
+        row_bytes=layout.row_bytes,
+        sent_rows=layout.sent_rows,
+        received_rows=layout.received_rows,
         source=_bytes_of(rows),
-        sent_bytes=sent * row_bytes,
-        sent_at=np.zeros_like(sent) if gathers else (np.add.accumulate(sent) - sent) * row_bytes,
+        sent_bytes=layout.sent_bytes,
+        sent_at=layout.sent_at,
         target=_bytes_of(out),
-        received_bytes=received * row_bytes,
-        received_at=received_at * row_bytes,
+        received_bytes=layout.received_bytes,
+        received_at=layout.received_at,
         out=out,
-        kept_bytes=int(sent[rank]) * row_bytes,
+        kept_bytes=layout.kept_bytes,
+        layout=layout,
     )
     if rows.is_cuda:
         exchange.ready = torch.cuda.current_stream(rows.device).record_event()
-    elif exchange.kept_bytes:
+    elif size := layout.kept_bytes:
         # By NumPy, which does not let go of the interpreter for as little as this often is.
-        start, at, size = int(exchange.sent_at[rank]), int(exchange.received_at[rank]), exchange.kept_bytes
+        start, at = int(exchange.sent_at[layout.rank]), int(exchange.received_at[layout.rank])
         exchange.target.numpy()[at : at + size] = exchange.source.numpy()[start : start + size]
-    exchange.sent_bytes[rank] = exchange.received_bytes[rank] = 0
     return exchange
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.element_size() if rows.dim() == 1 else math.prod(rows.shape[1:]) * rows.element_size()
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -8,18 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .agreement import SEQUENCE, find_disagreements, make_records
+from .agreement import Comparison
 from .base import Pending, Transport
 from .errors import TransportClosed, TransportError, TransportTimeout
-from .exchange import Exchange, Gathers, Splits, plan_all_to_all
+from .exchange import Exchange, plan_all_to_all
+from .gathers import Gathers
+from .layouts import Layouts, Splits
 from .wire import FailsLater, Ticket, Wire
 
 NAME_BYTES = 64
-_NO_RECORDS = np.empty((0, 5), dtype=np.int64)
 _SLICE_S = 0.25  # how often a waiting thread looks whether its channel was closed, or Ctrl-C pressed
 
 
@@ -33,7 +33,9 @@ class HostTransport(Transport):
         self.name = name
         self._wire = wire
         self._sequence = 0
-        self._gathers = Gathers(rank, world_size)
+        self._layouts = Layouts(rank, world_size)
+        self._gathers = Gathers(rank, world_size, self._layouts)
+        self._comparisons: list[Comparison] = []  # that are over
         self._under_way: deque[HostPending] = deque()
         self._channels: set[HostTransport] = set()
         self._parent: HostTransport | None = None
@@ -52,9 +54,8 @@ class HostTransport(Transport):
         """See `Transport.all_to_all`."""
         with self._turn:
             self._refuse_when_closed("all_to_all")
-            return self._begin(
-                plan_all_to_all(self.rank, self.world_size, rows, sent_splits, received_splits, out, self._wire.devices)
-            )
+            place, devices = (self.rank, self.world_size), self._wire.devices
+            return self._begin(plan_all_to_all(*place, rows, sent_splits, received_splits, out, devices, self._layouts))
 
     def channel(self, name: str, check_sizes: bool | None = None) -> Transport:
         """See `Transport.channel`."""
@@ -148,7 +149,7 @@ class HostPending(Pending):
         self._mismatch: TransportError | None = None
         self._sizes: Ticket | None = None
         self._data: Ticket | None = None
-        self._mine = self._theirs = _NO_RECORDS
+        self._comparison: Comparison | None = None
         on_device = exchange.ready is not None
         checks = lane._checks_device_sizes if on_device else lane.check_sizes
         if checks and (on_device or lane._wire.size_check != "in the backend"):
@@ -210,7 +211,7 @@ class HostPending(Pending):
                 if self._sizes is not None:
                     if not self._sizes.poll():
                         return False
-                    self._mismatch = find_disagreements(self._exchange, self._mine, self._theirs)
+                    self._compare()
                 self._data = self._lane._wire.begin(self._exchange, self._sequence, "data")
             if self._data.poll():
                 self._finish(None)
@@ -221,13 +222,19 @@ class HostPending(Pending):
         return self.finished or self._data is not None
 
     def _exchange_sizes(self) -> None:
-        lane, exchange = self._lane, self._exchange
-        self._mine = make_records(exchange, self._sequence)
-        self._theirs = np.full_like(self._mine, -1)
-        ones = np.ones(lane.world_size, dtype=np.int64)
-        records, theirs = torch.from_numpy(self._mine), torch.from_numpy(self._theirs)
-        plan = plan_all_to_all(lane.rank, lane.world_size, records, ones, ones, theirs)
-        self._sizes = lane._wire.begin(plan, self._sequence, "sizes")
+        lane = self._lane
+        comparison = lane._comparisons.pop() if lane._comparisons else Comparison(lane.rank, lane.world_size)
+        comparison.prepare(self._exchange, self._sequence)
+        self._comparison = comparison
+        self._sizes = lane._wire.begin(comparison.carried, self._sequence, "sizes")
+        comparison.foresee()
+
+    def _compare(self) -> None:
+        comparison = self._comparison
+        assert comparison is not None, "sizes are exchanged for it"
+        self._mismatch = comparison.outcome(self._exchange)
+        self._sizes = self._comparison = None
+        self._lane._comparisons.append(comparison)
 
     def _ticket(self) -> Ticket:
         ticket = self._data or self._sizes
@@ -249,8 +256,8 @@ class HostPending(Pending):
         lane = self._lane
         stage = "agreeing on sizes" if self._data is None else "moving data"
         missing = self._ticket().missing()
-        if missing is None and self._data is None:
-            missing = np.flatnonzero(self._theirs[:, SEQUENCE] < 0).tolist()
+        if missing is None and self._comparison is not None:
+            missing = self._comparison.silent()
         who = f"missing: ranks {missing}" if missing else "which ranks are missing is not known"
         error = TransportTimeout(
             f"{self._call()}: rank {lane.rank} of {lane.world_size} waited {lane.timeout_s:g} s, {stage}; {who}"

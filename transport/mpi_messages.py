@@ -13,46 +13,74 @@ from .exchange import Exchange
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    Spec = list[object]
+
 LARGEST_COUNT = 2**31 - 1  # MPI 3 counts and displacements are C ints
 _BLOCK_BYTES = 2**30
 
 
-def describe_gather(exchange: Exchange) -> tuple[list[object], list[object]]:
-    """Describe what is sent and received to Iallgatherv."""
-    from mpi4py import MPI
+class Messages:
+    """What this process needs of mpi4py for each exchange, imported once.
 
-    counts = exchange.received_bytes.astype(np.intc)
-    counts[exchange.rank] = exchange.kept_bytes
-    received = [exchange.target.numpy(), counts, exchange.received_at.astype(np.intc), MPI.BYTE]
-    return [exchange.source.numpy(), exchange.kept_bytes, MPI.BYTE], received
+    Attributes:
+        error_type: What mpi4py raises.
+    """
 
+    def __init__(self) -> None:
+        from mpi4py import MPI
 
-def describe(
-    memory: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]
-) -> tuple[list[object], list[MPI.Datatype]]:
-    """Describe pieces of one buffer to Ialltoallw; makes datatypes only for what C ints cannot describe."""
-    from mpi4py import MPI
+        self.error_type = MPI.Exception
+        self._byte, self._view, self._in_place = MPI.BYTE, MPI.buffer.fromaddress, MPI.IN_PLACE
 
-    types = [MPI.BYTE] * len(sizes)
-    made: list[MPI.Datatype] = []
-    if memory.nbytes <= LARGEST_COUNT:  # not by NumPy: to free its view of a tensor lets another thread run
-        view = MPI.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
-        return [view, sizes.tolist(), starts.tolist(), types], made
-    far = np.flatnonzero((sizes > 0) & (starts + sizes > LARGEST_COUNT))
-    counts, displacements = sizes, np.where(sizes > 0, starts, 0)
-    if len(far):
-        counts = sizes.copy()
+    def describe_gather(self, exchange: Exchange) -> tuple[object, Spec]:
+        """Describe an exchange to Iallgatherv. This rank's own piece is in its place already."""
+        target, layout = exchange.target, exchange.layout
+        assert layout is not None, "only trusted sizes are gathered, which nobody changes"
+        if layout.lists is None:
+            counts = exchange.received_bytes.copy()
+            counts[exchange.rank] = exchange.kept_bytes
+            layout.lists = counts.tolist(), exchange.received_at.tolist()
+        return self._in_place, [self._view(target.data_ptr(), target.nbytes), *layout.lists, self._byte]
+
+    def describe(self, exchange: Exchange) -> tuple[tuple[Spec, Spec], list[MPI.Datatype]]:
+        """Describe an exchange to Ialltoallw; makes datatypes only for what C ints cannot describe."""
+        source, target, layout = exchange.source, exchange.target, exchange.layout
+        if max(source.nbytes, target.nbytes) > LARGEST_COUNT:
+            sent, made = self._pieces(source, exchange.sent_bytes, exchange.sent_at)
+            received, also_made = self._pieces(target, exchange.received_bytes, exchange.received_at)
+            return (sent, received), made + also_made
+        if layout is None or layout.sent_bytes is not exchange.sent_bytes:  # it was changed for this exchange
+            lists = _lists(exchange)
+        else:
+            lists = layout.lists = layout.lists or _lists(exchange)
+        sent_bytes, sent_at, received_bytes, received_at = lists
+        types = [self._byte] * len(sent_bytes)
+        # Not by NumPy: to free its view of a tensor lets another thread run.
+        outgoing = self._view(source.data_ptr(), source.nbytes)
+        incoming = self._view(target.data_ptr(), target.nbytes)
+        return ([outgoing, sent_bytes, sent_at, types], [incoming, received_bytes, received_at, types]), []
+
+    def _pieces(
+        self, memory: Tensor, sizes: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[Spec, list[MPI.Datatype]]:
+        """Describe pieces of one large buffer."""
+        types = [self._byte] * len(sizes)
+        made: list[MPI.Datatype] = []
+        far = np.flatnonzero((sizes > 0) & (starts + sizes > LARGEST_COUNT))
+        counts, displacements = sizes.copy(), np.where(sizes > 0, starts, 0)
         for peer in far.tolist():
-            types[peer] = _large_piece(int(starts[peer]), int(sizes[peer]))
+            types[peer] = self._large_piece(int(starts[peer]), int(sizes[peer]))
             made.append(types[peer])
             counts[peer], displacements[peer] = 1, 0
-    return [memory.numpy(), counts.tolist(), displacements.tolist(), types], made
+        return [memory.numpy(), counts.tolist(), displacements.tolist(), types], made
+
+    def _large_piece(self, start: int, size: int) -> MPI.Datatype:
+        offsets = range(0, size, _BLOCK_BYTES)
+        lengths = [min(_BLOCK_BYTES, size - offset) for offset in offsets]
+        datatype = self._byte.Create_hindexed(lengths, [start + offset for offset in offsets])
+        return datatype.Commit()
 
 
-def _large_piece(start: int, size: int) -> MPI.Datatype:
-    from mpi4py import MPI
-
-    offsets = range(0, size, _BLOCK_BYTES)
-    lengths = [min(_BLOCK_BYTES, size - offset) for offset in offsets]
-    datatype = MPI.BYTE.Create_hindexed(lengths, [start + offset for offset in offsets])
-    return datatype.Commit()
+def _lists(exchange: Exchange) -> tuple[list[int], ...]:
+    sizes_and_starts = exchange.sent_bytes, exchange.sent_at, exchange.received_bytes, exchange.received_at
+    return tuple(each.tolist() for each in sizes_and_starts)

@@ -15,10 +15,11 @@ from .cuda_streams import RECEIVE, SEND, CudaStreams, Streams
 from .device_wire import Enqueued, Meet
 from .errors import TransportClosed, TransportError
 from .exchange import Exchange
+from .lane import HostTransport
 from .pinned_slots import PinnedSlots, channels_within, slots_for
 from .rounds import Layout, lay_out_rounds
 from .staging_thread import Job, Mover
-from .windows_opening import least_said
+from .windows_opening import least_said, together
 
 
 class StagingEngine:
@@ -77,10 +78,22 @@ class StagingEngine:
         if self._mover is None:
             lane = meet()
             num_channels = least_said(lane, channels_within(self._world_size, self._window_bytes))
-            where = (device, self._world_size, self._window_bytes, num_channels)
-            slots = slots_for(*where, self._make_streams, self._first_count)
-            self._mover, self._device = Mover(lane, slots), device
+            self._mover, self._device = Mover(lane, self._take_slots(lane, device, num_channels)), device
         self._mover.raise_failure()
+
+    def _take_slots(self, lane: HostTransport, device: int, num_channels: int) -> PinnedSlots:
+        """Where one rank gets none, all learn of it: else at their deadlines, from streams that wait."""
+        slots: PinnedSlots | None = None
+        try:
+            with together(lane):
+                where = device, self._world_size, self._window_bytes, num_channels
+                slots = slots_for(*where, self._make_streams, self._first_count)
+        except BaseException:
+            if slots is not None:
+                slots.put_away()
+            lane.close()
+            raise
+        return slots
 
     def split(self, timeout_s: float) -> StagingEngine:
         """See `Engine.split`."""

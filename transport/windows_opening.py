@@ -137,7 +137,7 @@ def open_windows(
     if taken is None:
         raise TransportError("another channel of the same ranks took the slots that were made for this one")
     try:
-        with _together(lane):
+        with together(lane):
             taken[0].streams.use()
     except BaseException:
         put_away(*taken)
@@ -157,7 +157,7 @@ def put_away(windows: Windows, meetings: Meetings) -> None:
 def _check_host(lane: HostTransport, members: Sequence[int]) -> None:
     hosts = gather_bytes(lane, host_key().encode(), _HOST_BYTES)
     others = [peer for peer in members if hosts[peer] != hosts[lane.rank]]
-    with _together(lane):
+    with together(lane):
         if others:
             raise Unavailable(
                 f"copies between GPUs need one host with one {FOLDER}: rank {lane.rank} is not where ranks {others} are"
@@ -189,7 +189,7 @@ def _in_turn(lane: HostTransport) -> Iterator[None]:
     """Let threads of rank 0, and with them those of the others, come one after another. Collective."""
     held = False
     try:
-        with _together(lane):
+        with together(lane):
             held = lane.rank == 0 and _turn.acquire(timeout=lane.timeout_s)
             if lane.rank == 0 and not held:
                 raise TransportTimeout(f"another channel has not got its slots in {lane.timeout_s:g} s")
@@ -220,7 +220,7 @@ class _Making:
 
     def make(self, make_streams: Callable[[], Streams], patience_s: float | None) -> tuple[Windows, Meetings]:
         """Make the slots of one channel."""
-        with _together(self._lane):
+        with together(self._lane):
             streams = make_streams()
         self._make_segment()
         return self._make_windows(streams, patience_s)
@@ -229,13 +229,13 @@ class _Making:
         """The first member makes it, the others join, the name goes away."""
         lane, n = self._lane, len(self._members)
         leads = self._member == 0
-        with _together(lane):
+        with together(lane):
             if leads:
                 self._segment = Segment.create(n, 0, self._data_bytes)
         name = self._segment.name if self._segment is not None else ""
         names = gather_bytes(lane, name.encode(), NAME_BYTES)
         try:
-            with _together(lane):
+            with together(lane):
                 if not leads:
                     name = names[self._members[0]].decode(errors="replace")
                     self._segment = Segment.open(name, n, self._member, self._data_bytes)
@@ -248,7 +248,7 @@ class _Making:
         lane, segment = self._lane, self._segment
         assert segment is not None, "the segment is made first"
         flags = 0
-        with _together(lane):
+        with together(lane):
             flags = streams.register(segment.address, segment.size)
         outgoing: dict[int, int] = {}
         incoming: dict[int, int] = {}
@@ -256,24 +256,10 @@ class _Making:
             if index != self._member:
                 outgoing[peer] = flags + self._in_segment(segment, self._member, index)
                 incoming[peer] = flags + self._in_segment(segment, index, self._member)
-        windows = Windows(
-            lane.rank,
-            self._members,
-            streams,
-            segment,
-            flags,
-            outgoing,
-            incoming,
-            self._slot_bytes,
-            _DEPTH,
-            self._sending,
-            self._first_count,
-        )
-        meetings = Meetings(
-            lane.rank, self._members, streams, segment, flags, segment.data_at, self._first_count, patience_s
-        )
-        with _together(lane):  # all flags are set
-            pass
+        place = lane.rank, self._members, streams, segment, flags
+        with together(lane):  # all flags are set
+            windows = Windows(*place, outgoing, incoming, self._slot_bytes, _DEPTH, self._sending, self._first_count)
+            meetings = Meetings(*place, segment.data_at, self._first_count, patience_s)
         return windows, meetings
 
     @staticmethod
@@ -302,8 +288,13 @@ def least_said(lane: HostTransport, mine: int) -> int:
 
 
 @contextmanager
-def _together(lane: HostTransport) -> Iterator[None]:
-    """Around a step that may fail on some rank: then it fails on all. Collective."""
+def together(lane: HostTransport) -> Iterator[None]:
+    """Around a step that may fail on some rank: then it fails on all, at once. Collective.
+
+    Raises:
+        Unavailable: Some rank's step raised that.
+        TransportError: Some rank's raised something else.
+    """
     failure: Exception | None = None
     try:
         yield
@@ -312,7 +303,7 @@ def _together(lane: HostTransport) -> Iterator[None]:
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
     texts = gather_bytes(lane, text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
     if failure is not None:
-        raise failure
+        raise failure if isinstance(failure, TransportError) else TransportError(text) from failure
     for peer, said in enumerate(texts):
         if said:
             _raise_for(peer, said.decode(errors="replace"))

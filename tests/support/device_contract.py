@@ -19,9 +19,10 @@ from torch import Tensor
 from freescale.transport import CopyOptions, Pending, Transport, connect
 from freescale.transport.copy_engine import CopyEngine, Via
 from freescale.transport.device_wire import DeviceWire, Engine
-from freescale.transport.exchange import Exchange, Splits, plan_all_to_all
+from freescale.transport.exchange import Exchange, plan_all_to_all
 from freescale.transport.hosts import Hosts, HostsEngine
 from freescale.transport.lane import HostTransport
+from freescale.transport.layouts import Splits
 from freescale.transport.staging import StagingEngine
 from freescale.transport.wire import Purpose, Ticket, Wire
 

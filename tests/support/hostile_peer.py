@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from freescale.transport import Pending, Transport
-from freescale.transport.exchange import Splits
+from freescale.transport.layouts import Splits
 
 EXTREMES = (-1, 0, 1, 2, 2**31, 2**48, 2**62, -(2**63), 2**63 - 1)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from freescale.transport import Pending, Transport
 from freescale.transport.cuda_streams import CudaStreams
-from freescale.transport.exchange import Exchange, Splits
+from freescale.transport.exchange import Exchange
+from freescale.transport.layouts import Splits
 from freescale.transport.pinned_slots import PinnedSlots
 
 from host_streams import HostStreams

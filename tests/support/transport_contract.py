@@ -67,6 +67,32 @@ def check_an_all_to_all_moves_every_shape_exactly(transport: Transport) -> None:
         assert same_bytes(out, expected), trailing
 
 
+def check_the_same_splits_again_move_what_rows_hold_by_then(transport: Transport) -> None:
+    rank, n = transport.rank, transport.world_size
+    splits = make_splits(3, n)
+    sent, received = splits[rank], column(splits, rank)
+    sizes = [1 + (peer * 2) % 3 for peer in range(n)]
+    for lane in (transport, transport.channel("unchecked", check_sizes=False)):
+        for step in range(3):
+            pairs = [expected_rows(50 * step + number, splits, rank) for number in range(3)]
+            under_way = [lane.all_to_all(rows, sent, received) for rows, _ in pairs]
+            blocks = [torch.full((size,), 10 * step + peer) for peer, size in enumerate(sizes)]
+            gathered = lane.all_gather(blocks[rank], sizes)
+            for pending, (_, expected) in zip(under_way, pairs, strict=True):
+                assert same_bytes(pending.wait(), expected), step
+            assert same_bytes(gathered.wait(), torch.cat(blocks)), step
+
+
+def check_a_long_wait_leaves_the_core_to_others(transport: Transport) -> None:
+    lane = transport.channel("late", check_sizes=False)
+    block = torch.zeros(2 << 20, dtype=torch.uint8)  # waited for awake for a while, as it may be on its way
+    if transport.rank == 0:
+        time.sleep(1.0)
+    begun = time.thread_time()
+    lane.all_gather(block).wait()
+    assert time.thread_time() - begun < 0.5
+
+
 def check_splits_may_be_numpy_arrays_or_tensors(transport: Transport) -> None:
     splits = make_splits(7, transport.world_size)
     rows, expected = expected_rows(0, splits, transport.rank)

@@ -105,3 +105,30 @@ def test_pinned_memory_of_a_channel_that_failed_goes_with_it() -> None:
     while num_pinned() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert num_pinned() == 0
+
+
+class NoMemory(HostStreams):
+    """Streams of a rank that gets no pinned memory."""
+
+    def pinned(self, size: int) -> Tensor:
+        """See `Streams.pinned`."""
+        raise RuntimeError(f"no {size} bytes")
+
+
+def test_a_rank_without_pinned_memory_is_known_to_all_before_any_deadline() -> None:
+    said: dict[int, str] = {}
+
+    def run(transport: Transport) -> None:
+        streams: type[HostStreams] = NoMemory if transport.rank == 1 else CountedStreams
+        engine = StagingEngine(transport.rank, 2, 600, WINDOW_BYTES + 4096, lambda device: streams())
+        lane = use_threads(transport, engine).channel("lane")
+        with pytest.raises(TransportError) as caught:
+            exchange(lane)
+        said[transport.rank] = str(caught.value)
+        with pytest.raises(TransportError, match="failed before"):
+            exchange(lane)
+
+    run_in_threads(2, run, timeout_s=100)  # of 600 s
+    assert "rank 1: RuntimeError: no" in said[0]
+    assert "RuntimeError: no" in said[1]
+    assert len(pinned_slots._idle[0, 2, WINDOW_BYTES + 4096, 1]) == 1, "rank 0 kept what it had made"
