@@ -11,9 +11,9 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from ..balancer import BalancedLoader, JaggedBatch, StagedPipeline, WorldSamples, balance, greedy_batch_size
+from ..balancer import BalancedLoader, JaggedBatch, Report, StagedPipeline, WorldSamples, balance, greedy_batch_size
 from .embedding_contenders import Recommender, Setup, shard_row_wise
-from .end_to_end_batch import HISTORY, Batch, Ring, balanced_batch
+from .end_to_end_batch import HISTORY, Batch, IdsOnHost, Ring, balanced_batch
 
 
 class ScaledRecommender(Recommender):
@@ -156,6 +156,9 @@ def _ours(setup: Setup, *, is_balanced: bool, is_synchronous: bool = False) -> C
         broadcast_buffers=False,
         static_graph=True,
     )
-    prepare = balanced_batch if is_balanced else None
+
+    def prepare(batch: Any, report: Report | None) -> IdsOnHost:
+        return IdsOnHost.of(balanced_batch(batch, report) if is_balanced else batch)
+
     pipeline = StagedPipeline(model, setup.dense_optimizer(model), device=setup.device, prepare=prepare)
     return Contender(setup, model, pipeline, is_balanced=is_balanced, prepares=True)
