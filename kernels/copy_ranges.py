@@ -235,11 +235,12 @@ def copy_ranges(packed: list[Tensor], placed: list[Tensor], ranges: Ranges, tota
         return
     addresses = [(near.data_ptr(), far.data_ptr()) for near, far in zip(packed, placed, strict=True)]
     words = tuple([math.gcd(8, size, *pair) for size, pair in zip(sizes, addresses, strict=True)])
-    tile_bytes = TILE_BYTES if total * sum(sizes) > SMALL_BYTES else TILE_BYTES // 2
-    latent = total * sum(sizes) <= LATENT_BYTES.get(min(words), 0) and max(sizes) <= NARROW_BYTES
-    pieces = PIECES if total * sum(sizes) > LARGE_BYTES else 1
+    num_bytes, narrowest = total * sum(sizes), min(words)
+    tile_bytes = TILE_BYTES if num_bytes > SMALL_BYTES else TILE_BYTES // 2
+    latent = num_bytes <= LATENT_BYTES.get(narrowest, 0) and max(sizes) <= NARROW_BYTES
+    pieces = PIECES if num_bytes > LARGE_BYTES else 1
     tile_rows, blocks, constants = _tiling(tuple(sizes), words, tile_bytes, latent, pieces)
-    narrow = words == tuple(sizes) and min(words) >= 4 and ranges.count * SHORTEST <= total
+    narrow = narrowest >= 4 and words == tuple(sizes) and count * SHORTEST <= total
     scanned = 0 if ranges.offsets is not None else _scanned(ranges, total, tile_rows, narrow=narrow)
     follows = False
     if not scanned and ranges.offsets is None:
