@@ -75,7 +75,9 @@ def taken_lengths(lengths: Integers, rows: Tensor) -> tuple[Integers, Integers]:
     return taken, numbers
 
 
-def ends_of_ranges(starts: Integers, lengths: Integers, limit: int, limit_name: str) -> Integers:
+def ends_of_ranges(
+    starts: Integers, lengths: Integers, limit: int, limit_name: str, *, known: bool = False
+) -> Integers:
     """Where ranges end, all of which lie from 0 to a limit.
 
     Args:
@@ -83,6 +85,7 @@ def ends_of_ranges(starts: Integers, lengths: Integers, limit: int, limit_name: 
         lengths: Shape [n].
         limit: What no range may pass.
         limit_name: What the limit is.
+        known: Whether lengths are known not to be negative, nor over what memory holds.
 
     Returns:
         Shape [n].
@@ -91,7 +94,9 @@ def ends_of_ranges(starts: Integers, lengths: Integers, limit: int, limit_name: 
         ValueError: A length is negative, or a range leaves what there is.
     """
     ends: Integers = starts + lengths  # negative beyond 2^63
-    if not ends.size or (are_within(ends, limit) and are_within(lengths, limit) and starts.item(starts.argmin()) >= 0):
+    if not ends.size or (
+        are_within(ends, limit) and (known or are_within(lengths, limit)) and starts.item(starts.argmin()) >= 0
+    ):
         return ends
     if lengths.min() < 0:
         _refuse_negative(lengths)

@@ -13,6 +13,7 @@ from . import host_fbgemm, host_rows, reference
 from .host_checks import Integers, ends_of, ends_of_ranges, integers, taken_lengths, total_of
 from .host_copy import gather_ranges, gather_rows
 
+_UNWOVEN = 1 << 12  # rows of a dispatch, of which an index is ready before the stretches that FBGEMM wants
 _FEW = 4  # ranges, of which torch copies each by itself before anything else is ready
 
 
@@ -39,7 +40,7 @@ def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total
     ends = ends_of_ranges(first, sizes, values[0].shape[0], "rows of values")
     count = total_of(sizes, total)
     values = _contiguous(values)
-    if host_fbgemm.serves(values, count):
+    if count > _UNWOVEN and host_fbgemm.serves(values, count):
         pieces = host_fbgemm.stretches(first, sizes, ends)
         return [host_fbgemm.gather_rows(tensor, pieces, count) for tensor in values]
     return _gather(values, first, sizes, count)
@@ -48,8 +49,8 @@ def dispatch_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, total
 def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
     """CPU path of `freescale.kernels.combine_ranges`."""
     first, sizes = integers(starts), integers(lengths)
-    ends_of_ranges(first, sizes, size, "size")
     ends = ends_of(sizes, values[0].shape[0])
+    ends_of_ranges(first, sizes, size, "size", known=True)
     places = _ascending(first, sizes)
     clash = _first_overlap(places)
     if clash is not None:

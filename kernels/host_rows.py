@@ -78,7 +78,8 @@ def take_rows(values: Tensor, index: NDArray[np.int64]) -> Tensor:
         >>> take_rows(torch.tensor([[True, False], [True, True]]), np.array([1, 1])).tolist()
         [[True, True], [True, True]]
     """
+    rows = values.detach() if values.requires_grad else values
     if values.dtype in _OWN:
-        return torch.from_numpy(values.detach().numpy().take(index, 0))
-    words = values.detach().view(_WORDS[values.element_size()])
+        return torch.from_numpy(rows.numpy().take(index, 0))
+    words = rows.view(_WORDS[values.element_size()])
     return torch.from_numpy(words.numpy().take(index, 0)).view(values.dtype)

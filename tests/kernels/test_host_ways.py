@@ -9,13 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from freescale.kernels import combine_ranges, dispatch_ranges, host_fbgemm, permute_jagged, reference, transpose_keyed
+from freescale.kernels import (
+    combine_ranges,
+    dispatch_ranges,
+    host_fbgemm,
+    host_jagged,
+    permute_jagged,
+    reference,
+    transpose_keyed,
+)
+from freescale.kernels.host_checks import Integers
 
 
 @pytest.fixture(params=[True, False], ids=["fbgemm", "without"])
 def fbgemm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
         pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
+        monkeypatch.setattr(host_jagged, "_UNWOVEN", 0)
     monkeypatch.setattr(host_fbgemm, "is_loaded", lambda: request.param)
 
 
@@ -94,6 +104,23 @@ def test_ranges_overlap_and_go_back(count: int) -> None:
     starts, sizes = torch.randint(0, 50, (count,), generator=generator), lengths_of(count, 50)
     values = torch.arange(100)
     assert torch.equal(dispatch_ranges(values, starts, sizes), reference.dispatch_ranges(values, starts, sizes))
+
+
+@pytest.mark.parametrize("count", [4000, 4100])
+def test_few_rows_are_not_woven_for_fbgemm(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
+    monkeypatch.setattr(host_fbgemm, "is_loaded", lambda: True)
+    woven: list[int] = []
+    genuine = host_fbgemm.stretches
+
+    def counted(*arguments: Integers) -> Tensor:
+        woven.append(len(arguments[0]))
+        return genuine(*arguments)
+
+    monkeypatch.setattr(host_fbgemm, "stretches", counted)
+    starts, sizes, values = torch.arange(10).flip(0) * 9, torch.full((10,), count // 10), torch.arange(9 * 9 + count)
+    assert torch.equal(dispatch_ranges(values, starts, sizes), reference.dispatch_ranges(values, starts, sizes))
+    assert woven == [10] * (count > 4096)
 
 
 @pytest.mark.usefixtures("fbgemm")
