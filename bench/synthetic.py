@@ -1,5 +1,6 @@
 """A heavy-tailed, learnable training set in a Parquet file (shape of its lengths: paper, Figure 2).
 
+`python -m freescale.bench.synthetic FILE` writes one, to try the other commands with.
 Lengths are lognormal with median 6,000 and sigma 0.9, cut at 21,000: with them sparsity rises with the cut
 up to about 16,000 and then flattens, as the paper measured. `length_scale` shrinks median and cut alike, so a
 CPU can train on the same shape: sparsity and imbalance do not change with it.
@@ -7,15 +8,21 @@ CPU can train on the same shape: sparsity and imbalance do not change with it.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from rich.console import Console
+
+from .arguments import at_least_one, output_file, over_zero, status_of
+from .progress import progress
 
 MEDIAN_LENGTH = 6000
 SIGMA = 0.9
@@ -24,6 +31,39 @@ NUM_PAGES = 1000
 NUM_TOPICS = 8
 _LOYALTY = 0.9  # share of a user's history, and of the next page, that comes from the user's own topic
 _MAX_EDITORS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
+    options = _parser().parse_args(arguments)
+    return status_of(lambda: _write(options, Console(highlight=False, soft_wrap=True)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m freescale.bench.synthetic",
+        description="Write a Parquet file of users with long and short histories, to try the other commands with.",
+        epilog="example: python -m freescale.bench.synthetic data.parquet",
+    )
+    add = parser.add_argument
+    add("file", type=output_file, metavar="FILE", help="to write; one that is there is replaced")
+    add("--rows", type=at_least_one, default=4096, metavar="N", help="users, one a row (default 4096)")
+    add("--row-groups", type=at_least_one, default=16, metavar="N", help="what one rank reads at once (default 16)")
+    add("--length-scale", type=over_zero, default=1 / 16, metavar="X", help="times the paper's lengths (default 1/16)")
+    add("--seed", type=int, default=0, help="of all that is drawn (default 0)")
+    return parser
+
+
+def _write(options: argparse.Namespace, console: Console) -> None:
+    if options.row_groups > options.rows:
+        raise ValueError(f"--row-groups must be at most --rows, got {options.row_groups} and {options.rows}")
+    if options.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    with progress(console, "drawing histories", options.row_groups) as advance:
+        write_synthetic(
+            options.file, options.rows, options.row_groups, options.seed, options.length_scale, lambda _: advance()
+        )
+    console.print(f"written: {options.file}, {options.rows:,} rows; histories in column uih_page", markup=False)
 
 
 def lognormal_lengths(
@@ -147,3 +187,7 @@ def _editors(candidates: NDArray[np.int64], random: np.random.Generator) -> pa.A
 def _lists(lengths: NDArray[np.int64], values: NDArray[np.generic] | pa.Array) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), values if isinstance(values, pa.Array) else pa.array(values))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,21 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from document_blocks import DOCUMENTS, NAMES, ROOT, python_of
+
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-
-
-def python_of(name: str) -> str:
-    """The Python blocks of a document as one script, with the document's line numbers."""
-    text, script = (ROOT / name).read_text(), ""
-    for block in PYTHON.finditer(text):
-        script += "\n" * (text[: block.start(1)].count("\n") - script.count("\n")) + block[1]
-    return script
-
-
 WITH_PYTHON = [name for name in NAMES if python_of(name)]
 
 
@@ -51,6 +39,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path.write_text(script)
     options = ["-W", "error::UserWarning", "-W", "ignore:ranks had :UserWarning"]
     options += ["-W", "ignore:Warning:UserWarning"]  # "Warning: Profiler clears events …": torch 2.11, at each profile
+    options += ["-W", "ignore:Checkpoint directory :UserWarning"]  # Lightning's, at each resume into the same folder
     command = [sys.executable, *options, str(path)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
 

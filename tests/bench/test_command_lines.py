@@ -34,17 +34,21 @@ NO_COMMAND = {"environment"}  # it looks for the module `__main__`, and is none
 COMMANDS = sorted(
     {path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text()} - STARTED_BY_OTHERS - NO_COMMAND
 )
-WITHOUT_JSON = {"report"}  # it writes a folder, with the figures of its parts
+WITHOUT_JSON = {
+    "report",  # it writes a folder, with the figures of its parts
+    "synthetic",  # it measures nothing
+}
 WITHOUT_PLOT = {
     "id_plane",  # a handful of figures
     "loader_overhead",  # a handful of figures
     "report",  # it has the pictures of its parts
     "soak",  # what it shows is that nothing changes
     "straggler_trace",  # for a trace there is Perfetto
+    "synthetic",
     "trace_report",
     "transport_host",  # two tables
 }
-READ_ONLY = {"report", "straggler_trace", "trace_report"}
+WITHOUT_FIGURES = {"report", "straggler_trace", "synthetic", "trace_report"}  # no --json FILE
 
 MISTAKES = [
     ("autotune", ["--steps", "3"], "--steps must be at least 101"),
@@ -72,6 +76,8 @@ MISTAKES = [
     ("soak", ["--ranks", "0"], "'0'"),
     ("straggler_trace", ["{missing}.json"], "missing.json"),
     ("straggler_trace", ["{list}"], "list.json is no trace of torch.profiler: TypeError"),
+    ("synthetic", ["{missing}.parquet", "--rows", "3"], "--row-groups must be at most --rows, got 16 and 3"),
+    ("synthetic", ["{data}/users.parquet"], "cannot write to"),
     ("trace_report", ["{data}"], "data.parquet is no trace of torch.profiler: UnicodeDecodeError"),
     ("trace_report", ["{object}"], "object.json is no trace of torch.profiler: KeyError: 'traceEvents'"),
     ("trace_report", ["{missing}.json"], "missing.json"),
@@ -132,7 +138,7 @@ def test_an_ending_that_is_no_picture_is_a_mistake_before_the_work(
     assert "--plot: must end with one of .png, .svg, .pdf, .jpg, .webp, got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - READ_ONLY))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - WITHOUT_FIGURES))
 def test_a_place_that_cannot_be_written_is_a_mistake_before_the_work(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,5 +201,5 @@ def test_a_bar_is_drawn_on_a_terminal_alone_and_is_gone_afterwards(terminal: boo
 def test_there_is_a_progress_bar_on_a_terminal_and_none_in_a_log(terminal: bool) -> None:
     command = [sys.executable, "-m", "freescale.bench.partition", "--world-size", "2", "--no-reference"]
     environment = os.environ | ({"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"} if terminal else {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=True)
     assert ("\x1b[" in done.stdout) == terminal

@@ -17,10 +17,10 @@ LIMITS_S = {"two GPUs": 1800, "one GPU": 900}
 def commands(where: str) -> list[tuple[str, list[str]]]:
     """Module and arguments of every command in the section."""
     section = PAGE.partition(f"## Reproducing on {where}")[2]
-    block = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
     variables: dict[str, str] = {}
     found = []
-    for line in block[0].replace("\\\n", " ").splitlines():
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
         if assigned := re.fullmatch(r'(\w)="(.*)"', line):
             variables[assigned[1]] = assigned[2]
         words = shlex.split(re.sub(r"\$(\w)\b", lambda name: variables[name[1]], line).removesuffix("&"), comments=True)
