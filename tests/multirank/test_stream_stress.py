@@ -22,7 +22,9 @@ VARIABLES = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32", 
 
 def train_under_stress(world_size: int, steps: int, seed: int, engines: list[str], timeout_s: float) -> None:
     arguments = [str(steps), str(seed), *engines]
-    done = launch("process_group", world_size, SCRIPT, arguments, timeout_s=timeout_s, environment=VARIABLES)
+    done = launch(
+        "process_group", world_size, SCRIPT, arguments, timeout_s=timeout_s, environment=VARIABLES, fresh=True
+    )
     assert done.returncode == 0, done.explain()
     assert all(f"all passed {engines[-1]}" in output for output in done.outputs), done.explain()
 

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from launched_ahead import Case, cases, cases_of, launched_ahead
 from rank_processes import Launched, launch
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(__file__).with_name("failing_rank.py")
-DEADLINE_S = 3
-LAUNCH_S = 150.0
+DEADLINE_S = 5.0
+LAUNCH_S = 200.0
 NO_DEADLINE_S = 2 * LAUNCH_S  # whoever waits for this one is late for the launch
+# Nobody has to wait until a deadline to learn of these.
+AT_ONCE = {"raise", "raise before a channel", "kill the job", "mismatch", "unchecked mismatch", "fork", "thread"}
+RECOVERED = {"kill", "kill unchecked", "gone before connecting", "gone before a channel"}
+BOTH = ["process_group", "mpi"]
 
 
-def fail(backend: str, how: str, *, recovery: bool = False, deadline_s: float = DEADLINE_S) -> Launched:
+def fail(backend: str, how: str) -> Launched:
     """Launch three ranks of which rank 1 fails."""
     # torchrun ends all ranks when one fails; here the ranks themselves must.
     launcher = "plain" if backend == "process_group" else "mpi"
-    done = launch(launcher, 3, SCRIPT, [backend, how, str(deadline_s)], timeout_s=LAUNCH_S, recovery=recovery)
+    arguments = [backend, how.removesuffix(" the job"), str(NO_DEADLINE_S if how in AT_ONCE else DEADLINE_S)]
+    done = launch(launcher, 3, SCRIPT, arguments, timeout_s=LAUNCH_S, recovery=how in RECOVERED)
     assert not done.timed_out, done.explain()
     assert all("begun" in output for output in done.outputs), done.explain()
     return done
+
+
+@pytest.fixture(scope="module")
+def result_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Launched]]:
+    with launched_ahead(fail, cases_of(request)) as result:
+        yield result
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, result_of: Callable[[Case], Launched]) -> tuple[str, Launched]:
+    """The backend, and what became of the launch."""
+    return request.param[0], result_of(request.param)
 
 
 def reported(done: Launched, rank: int) -> str:
@@ -39,12 +58,9 @@ def seconds(report: str) -> float:
     return float(found[1])
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["process_group", "mpi"])
-
-
-@BACKENDS
-def test_a_rank_that_raises_is_reported_by_all_others_at_once(backend: str) -> None:
-    done = fail(backend, "raise", deadline_s=NO_DEADLINE_S)
+@cases(BOTH, ["raise"])
+def test_a_rank_that_raises_is_reported_by_all_others_at_once(case: tuple[str, Launched]) -> None:
+    backend, done = case
     assert done.returncode == 1
     assert "ValueError: the loader broke" in done.errors[1]
     for rank in (0, 2):
@@ -55,30 +71,32 @@ def test_a_rank_that_raises_is_reported_by_all_others_at_once(backend: str) -> N
             assert "rank 1 failed: ValueError: the loader broke" in text
 
 
-def test_a_rank_that_raises_while_others_make_a_channel_is_reported_by_them_at_once() -> None:
-    done = fail("mpi", "raise before a channel", deadline_s=NO_DEADLINE_S)
+@cases(["mpi"], ["raise before a channel"])
+def test_a_rank_that_raises_while_others_make_a_channel_is_reported_by_them_at_once(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode == 1
     for rank in (0, 2):
         assert "rank 1 failed: ValueError: the loader broke" in reported(done, rank)
 
 
-@BACKENDS
-def test_a_killed_rank_is_reported_by_the_survivors(backend: str) -> None:
-    done = fail(backend, "kill", recovery=True)
+@cases(BOTH, ["kill"])
+def test_a_killed_rank_is_reported_by_the_survivors(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode != 0
     for rank in (0, 2):
         assert reported(done, rank).startswith("Transport")
         assert "freescale.transport.errors.Transport" in done.errors[rank]
 
 
-def test_mpiexec_ends_the_job_when_a_rank_is_killed() -> None:
-    done = fail("mpi", "kill", deadline_s=NO_DEADLINE_S)
+@cases(["mpi"], ["kill the job"])
+def test_mpiexec_ends_the_job_when_a_rank_is_killed(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode != 0
 
 
-@BACKENDS
-def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
-    done = fail(backend, "stop")
+@cases(BOTH, ["stop"])
+def test_a_stopped_rank_is_a_timeout_of_the_others(case: tuple[str, Launched]) -> None:
+    _, done = case
     texts = [reported(done, rank) for rank in (0, 2)]
     timeouts = [text for text in texts if text.startswith("TransportTimeout")]
     assert timeouts, done.explain()
@@ -87,11 +105,13 @@ def test_a_stopped_rank_is_a_timeout_of_the_others(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "how"),
+    "case",
     [("mpi", "stop unchecked"), ("mpi", "kill unchecked"), ("mpi", "stop inside"), ("process_group", "stop inside")],
+    indirect=True,
+    ids="-".join,
 )
-def test_waits_in_which_no_sizes_are_compared_name_the_missing_rank(backend: str, how: str) -> None:
-    done = fail(backend, how, recovery=how.startswith("kill"))
+def test_waits_in_which_no_sizes_are_compared_name_the_missing_rank(case: tuple[str, Launched]) -> None:
+    _, done = case
     texts = [reported(done, rank) for rank in (0, 2)]
     timeouts = [text for text in texts if text.startswith("TransportTimeout")]
     assert timeouts, done.explain()
@@ -99,9 +119,11 @@ def test_waits_in_which_no_sizes_are_compared_name_the_missing_rank(backend: str
     assert all("missing: ranks [1]" in text for text in texts), "whoever heard it from a peer"
 
 
-@BACKENDS
-def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_it_needs_them(backend: str) -> None:
-    done = fail(backend, "mismatch", deadline_s=NO_DEADLINE_S)
+@cases(BOTH, ["mismatch"])
+def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_it_needs_them(
+    case: tuple[str, Launched],
+) -> None:
+    _, done = case
     assert done.returncode == 1
     for rank in (0, 1):
         assert reported(done, rank).startswith("SizeMismatch")
@@ -109,9 +131,9 @@ def test_a_mismatch_is_reported_on_both_sides_and_the_third_rank_goes_on_until_i
     assert "all_gather #3" in reported(done, 2), "it got the rows of the exchange in which the others disagreed"
 
 
-@BACKENDS
-def test_ranks_that_trust_sizes_and_disagree_get_an_error_and_not_an_abort(backend: str) -> None:
-    done = fail(backend, "unchecked mismatch", deadline_s=NO_DEADLINE_S)
+@cases(BOTH, ["unchecked mismatch"])
+def test_ranks_that_trust_sizes_and_disagree_get_an_error_and_not_an_abort(case: tuple[str, Launched]) -> None:
+    backend, done = case
     assert "terminate called" not in "".join(done.errors), done.explain()
     for rank in (0, 2):
         text = reported(done, rank)
@@ -123,22 +145,35 @@ def test_ranks_that_trust_sizes_and_disagree_get_an_error_and_not_an_abort(backe
             assert "ranks disagree about which operation this is or about its size" in text
 
 
-def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang() -> None:
-    done = fail("mpi", "exit")
+@cases(["mpi"], ["exit"])
+def test_a_rank_that_leaves_early_is_a_timeout_and_not_a_hang(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode != 0
     for rank in (0, 2):
         assert "missing: ranks [1]" in reported(done, rank)
 
 
-@pytest.mark.parametrize("how", ["gone before connecting", "gone before a channel"])
-def test_an_error_that_is_caught_while_connecting_to_a_dead_rank_does_not_keep_the_process(how: str) -> None:
-    done = fail("mpi", how, recovery=True)
+@cases(["mpi"], ["gone before connecting"])
+def test_an_error_that_is_caught_while_connecting_to_a_dead_rank_does_not_keep_the_process(
+    case: tuple[str, Launched],
+) -> None:
+    _, done = case
     for rank in (0, 2):
-        assert ("missing: ranks [1]" in reported(done, rank)) == (how == "gone before a channel"), done.explain()
+        assert "which ranks are missing is not known" in reported(done, rank), done.explain()
 
 
-def test_a_forked_child_neither_uses_the_transport_nor_disturbs_its_parent() -> None:
-    done = fail("mpi", "fork", deadline_s=NO_DEADLINE_S)
+@cases(["mpi"], ["gone before a channel"])
+def test_an_error_that_is_caught_while_making_a_channel_with_a_dead_rank_does_not_keep_the_process(
+    case: tuple[str, Launched],
+) -> None:
+    _, done = case
+    for rank in (0, 2):
+        assert "missing: ranks [1]" in reported(done, rank), done.explain()
+
+
+@cases(["mpi"], ["fork"])
+def test_a_forked_child_neither_uses_the_transport_nor_disturbs_its_parent(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode == 0, done.explain()
     assert done.outputs[1].count("child ended with 0") == 1
     assert done.outputs[1].count("child ended with 1") == 2
@@ -146,13 +181,15 @@ def test_a_forked_child_neither_uses_the_transport_nor_disturbs_its_parent() -> 
     assert all("ended normally" in output for output in done.outputs)
 
 
-def test_a_thread_that_fails_does_not_keep_the_job() -> None:
-    done = fail("mpi", "thread", deadline_s=NO_DEADLINE_S)
+@cases(["mpi"], ["thread"])
+def test_a_thread_that_fails_does_not_keep_the_job(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode == 0, done.explain()
     assert "sizes[1] must be the rows" in done.errors[1]
 
 
-def test_a_thread_that_waits_does_not_keep_a_failed_rank() -> None:
-    done = fail("mpi", "stuck thread")
+@cases(["mpi"], ["stuck thread"])
+def test_a_thread_that_waits_does_not_keep_a_failed_rank(case: tuple[str, Launched]) -> None:
+    _, done = case
     assert done.returncode == 1
     assert "the main thread broke" in reported(done, 0)

@@ -16,7 +16,7 @@ import torch
 from freescale.balancer import Column, JaggedBatch, PeerClosed, balance
 from freescale.transport import Transport, connect
 
-TIMEOUT_S = 4.0  # where the others find out by that
+TIMEOUT_S = 6.0  # where the others find out by that
 PATIENCE_S = 60.0
 STEPS = 40
 
@@ -50,7 +50,7 @@ def train(transport: Transport, trouble: str) -> None:
             if trouble == "killed while training":
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble == "stopped for a while":
-                subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT_S}; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {2 * TIMEOUT_S + 4}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             if trouble == "leaves early":
                 loader.close()

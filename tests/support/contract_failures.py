@@ -12,6 +12,7 @@ import torch
 from freescale.transport import SizeMismatch, Transport, TransportClosed, TransportError, TransportTimeout
 from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
+from freescale.transport.process_group import GlooWire
 
 from contract_channels import held
 
@@ -156,7 +157,9 @@ def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(tra
 
 def hurried_channel(transport: Transport, name: str, check_sizes: bool | None = None) -> Transport:
     """One on which gloo, too, gives up soon what is under way; until then it keeps a process from ending."""
-    patience, transport.timeout_s = transport.timeout_s, min(transport.timeout_s, 4.0)
+    patience = transport.timeout_s
+    if isinstance(transport, HostTransport) and isinstance(transport._wire, GlooWire):
+        transport.timeout_s = 4.0
     lane = transport.channel(name, check_sizes)
     transport.timeout_s = patience
     return lane

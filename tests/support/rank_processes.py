@@ -1,4 +1,4 @@
-"""Starts a script as several ranks, by mpiexec, torchrun or by hand, and brings back what each of them said."""
+"""Starts a script as several ranks, by mpiexec, torchrun or as forks, and brings back what each of them said."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from rank_forks import ForkedRank, RankForks
 
 _MARK = "FREESCALE_TEST_LAUNCH"
 _STACKS_S = 2.0
@@ -67,6 +71,7 @@ def launch(
     timeout_s: float = 250.0,
     recovery: bool = False,
     environment: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Launched:
     """Run `python script *args` as `world_size` ranks on this machine and wait for them.
 
@@ -76,14 +81,16 @@ def launch(
     are known by a variable in their environment.
 
     Args:
-        backend: "mpi" (mpiexec), "process_group" (torchrun, which ends all ranks as soon as one fails), or "plain"
-            (as torchrun sets things up, but nobody watches: the other ranks go on when one fails).
+        backend: "mpi" (mpiexec), "torchrun", "process_group" (as torchrun sets things up, and all ranks are ended when
+            one fails), or "plain" (the same, but nobody watches: the other ranks go on when one fails).
         world_size: Number of ranks.
         script: Path of a Python file; for a module of the package give "-m" and the module's name in `args`.
         args: Its arguments.
         timeout_s: Deadline of the whole launch, in seconds.
         recovery: mpiexec leaves the other ranks alone when one dies.
         environment: Variables to add.
+        fresh: Ranks are new processes; otherwise those of "process_group" and "plain" are forks (`rank_forks.py`),
+            unless there are GPUs.
 
     Example:
         done = launch("mpi", 4, __file__, ["--steps", "3"], timeout_s=30)
@@ -94,16 +101,23 @@ def launch(
     logs = Path(tempfile.mkdtemp(prefix="freescale-test-"))
     segments = Path(tempfile.mkdtemp(prefix="freescale-test-", dir=shared))
     variables = {**os.environ, **_variables(logs, segments), **(environment or {}), _MARK: mark}
-    command = ["sh", "-c", _REDIRECT, "sh", str(logs), sys.executable, str(script), *args]
+    command = [str(script), *args]
+    forks = not fresh and backend in ("process_group", "plain") and not torch.cuda.is_available()
     begun = time.monotonic()
+    sessions = set[int]()
     try:
         with (logs / "launcher").open("wb") as said:
-            starts = _start_commands(backend, world_size, command, recovery)
-            processes = [
-                subprocess.Popen(start, stdout=said, stderr=said, env=variables | more, start_new_session=True)
-                for start, more in starts
-            ]
-            timed_out = _wait(processes, begun + timeout_s, mark)
+            processes: list[subprocess.Popen[bytes] | ForkedRank] = []
+            for start, more in _start_commands(backend, world_size, command, logs, recovery, forks):
+                process = (
+                    _forks.start(start, variables | more, logs / more["RANK"])
+                    if forks
+                    else subprocess.Popen(start, stdout=said, stderr=said, env=variables | more, start_new_session=True)
+                )
+                sessions.add(process.pid)
+                processes.append(process)
+            launch = _Launch(mark, sessions)
+            timed_out = _wait(processes, begun + timeout_s, launch, ends_together=backend == "process_group")
         seconds = time.monotonic() - begun
         returncode = next((p.returncode for p in processes if p.returncode), 0)
         return Launched(
@@ -113,11 +127,11 @@ def launch(
             errors=[_read(logs / f"{rank}.err") for rank in range(world_size)],
             launcher=_read(logs / "launcher"),
             timed_out=timed_out,
-            orphans=_orphans(mark),
+            orphans=_orphans(launch),
             shared_memory=sorted(path.name for path in segments.rglob("*")),
         )
     finally:
-        _kill(mark)
+        _kill(_Launch(mark, sessions))
         shutil.rmtree(segments, ignore_errors=True)
         shutil.rmtree(logs, ignore_errors=True)
 
@@ -142,18 +156,19 @@ def _variables(logs: Path, segments: Path) -> dict[str, str]:
 
 
 def _start_commands(
-    backend: str, world_size: int, command: list[str], recovery: bool
+    backend: str, world_size: int, script: list[str], logs: Path, recovery: bool, forks: bool
 ) -> list[tuple[list[str], dict[str, str]]]:
     """What to start, with the variables of each."""
     folder = Path(sys.executable).parent
+    command = script if forks else ["sh", "-c", _REDIRECT, "sh", str(logs), sys.executable, *script]
     if backend == "mpi":
         options = ["--oversubscribe", "--bind-to", "none", *(["--enable-recovery"] if recovery else [])]
         return [([str(folder / "mpiexec"), "-n", str(world_size), *options, *command], {})]
-    if backend == "process_group":
+    if backend == "torchrun":
         options = ["--standalone", f"--nproc-per-node={world_size}", "--no-python"]
         return [([str(folder / "torchrun"), *options, *command], {})]
-    if backend != "plain":
-        raise ValueError(f"backend must be mpi, process_group or plain, got {backend!r}")
+    if backend not in ("process_group", "plain"):
+        raise ValueError(f"backend must be mpi, torchrun, process_group or plain, got {backend!r}")
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
     return [(command, {**shared, "RANK": str(rank)}) for rank in range(world_size)]
 
@@ -167,14 +182,45 @@ def _free_port() -> int:
             return port
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, mark: str) -> bool:
+@dataclass(frozen=True)
+class _Launch:
+    """How to know its processes.
+
+    Attributes:
+        mark: In the environment of what was started.
+        sessions: Of its processes: forks have the environment of what they are forks of.
+    """
+
+    mark: str
+    sessions: set[int]
+
+    def processes(self) -> dict[int, str]:
+        """Those that run, and their names."""
+        wanted, found = f"{_MARK}={self.mark}".encode(), {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state != "Z" and (
+                    int(session) in self.sessions or wanted in (folder / "environ").read_bytes().split(b"\0")
+                ):
+                    found[int(folder.name)] = (folder / "comm").read_text().strip()
+        return found
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes] | ForkedRank], deadline: float, launch: _Launch, ends_together: bool
+) -> bool:
     """Wait for all; kill everything at the deadline, or when only stopped ranks are left. True at the deadline."""
+    failed_at: float | None = None
     while left := [process for process in processes if process.poll() is None]:
         late = time.monotonic() > deadline
-        if late or all(_is_stopped(process.pid) for process in left):
+        if ends_together and failed_at is None and any(process.returncode for process in processes):
+            failed_at = time.monotonic()
+        fails = failed_at is not None and time.monotonic() > failed_at + _STACKS_S
+        if late or fails or all(_is_stopped(process.pid) for process in left):
             if late:
-                _show_stacks(mark)
-            _kill(mark)
+                _show_stacks(launch)
+            _kill(launch)
             for process in left:
                 process.wait(60)
             return late
@@ -188,39 +234,32 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """Processes of this launch that run, and their names."""
-    wanted, found = f"{_MARK}={mark}".encode(), {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "comm").read_text().strip()
-    return found
-
-
-def _orphans(mark: str) -> list[str]:
+def _orphans(launch: _Launch) -> list[str]:
     """Who is left. Workers of a DataLoader look every five seconds whether their parent is there."""
     deadline = time.monotonic() + 30
-    while (found := _marked(mark)) and time.monotonic() < deadline:
+    while (found := launch.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return list(found.values())
 
 
-def _show_stacks(mark: str) -> None:
+def _show_stacks(launch: _Launch) -> None:
     """Let Python's handler of SIGABRT write the stacks of all threads of all processes, which end by that."""
-    for pid in _marked(mark):
+    for pid in launch.processes():
         with suppress(OSError):
             os.kill(pid, signal.SIGABRT)
     deadline = time.monotonic() + _STACKS_S
-    while any(not _is_stopped(pid) for pid in _marked(mark)) and time.monotonic() < deadline:
+    while any(not _is_stopped(pid) for pid in launch.processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _kill(mark: str) -> None:
-    """Kill what carries the mark of this launch."""
-    for pid in _marked(mark):
+def _kill(launch: _Launch) -> None:
+    """Kill what is this launch's."""
+    for pid in launch.processes():
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+
+
+_forks = RankForks()
 
 
 def _read(path: Path) -> str:

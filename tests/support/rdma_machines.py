@@ -151,7 +151,7 @@ def _run(command: Sequence[str], *, timeout_s: float, cwd: Path | None = None, s
 
 def _build(folder: Path) -> None:
     """Make kernel and first root from Debian's kernel package."""
-    depends = _run(["apt-cache", "depends", "linux-image-amd64"], timeout_s=30)
+    depends = _run(["apt-cache", "depends", "linux-image-amd64"], timeout_s=100)
     package = next((w for w in depends.split() if w.startswith("linux-image-") and w != "linux-image-amd64"), None)
     if package is None:
         raise CannotBoot("apt knows no linux-image-amd64, Debian's kernel")

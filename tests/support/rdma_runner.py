@@ -52,15 +52,15 @@ def main(names: list[str]) -> None:
 
 def meet(port: int) -> None:
     """Wait until the other machine has come as far, so that no check begins while it still ends another."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     if MACHINE == 0:
         with socket.create_server(("", port)) as door:
-            door.settimeout(60)
+            door.settimeout(200)
             door.accept()[0].close()
         return
     while True:
         try:
-            socket.create_connection(("10.77.0.1", port), timeout=60).close()
+            socket.create_connection(("10.77.0.1", port), timeout=200).close()
             return
         except ConnectionError:
             if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ def run_ranks(name: str, check: rdma_checks.Check, port: int) -> dict[int, int |
 
     def connected(rank: int) -> None:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=check.world_size)
-        through = connect("process_group", timeout_s=20)
+        through = connect("process_group", timeout_s=100)
         say("begun")
         check.body(through)
         say("done")
@@ -174,7 +174,7 @@ def run_under_mpi(name: str, check: rdma_checks.Check, port: int) -> dict[int, i
 
                 def as_rank() -> None:
                     os.environ.update(variables)
-                    through = connect("mpi", timeout_s=30)
+                    through = connect("mpi", timeout_s=100)
                     check.body(through)
                     through.close()
 

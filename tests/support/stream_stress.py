@@ -26,7 +26,7 @@ from embedding_runs import Data, assert_equal, train
 from stream_delays import GpuDelays, Poisoning, late_streams, spoiled_when_sent
 
 PAGES, DIM, WIDTH = 90, 32, 16
-TIMEOUT_S = 30
+TIMEOUT_S = 100
 Delays = Callable[[], AbstractContextManager[object]]
 WINDOW_BYTES = 32 << 10  # so small that transfers go through every slot many times
 

@@ -153,7 +153,7 @@ def test_trouble_anywhere_else_is_an_error_of_all_within_the_deadline_too(troubl
 
 def run_under(launcher: str, trouble: str, message: str) -> None:
     """The same under mpiexec or torchrun, one trouble a launch."""
-    done = launch(launcher, 3, SCRIPT, [launcher, "4", trouble], recovery=True)
+    done = launch(launcher, 3, SCRIPT, [launcher.replace("torchrun", "process_group"), "8", trouble], recovery=True)
     assert not done.timed_out, done.explain()
     assert not done.orphans, done.explain()
     assert not done.shared_memory, done.explain()
@@ -174,13 +174,13 @@ def test_under_mpiexec_the_survivors_name_stage_step_and_the_rank_that_is_missin
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["kill forward", "kill stage III", "raise backward", "interrupt loader"])
 def test_under_torchrun_a_killed_rank_leaves_no_process(trouble: str) -> None:
-    run_under("process_group", trouble, "")
+    run_under("torchrun", trouble, "")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["mpi", "process_group"])
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_ctrl_c_at_the_launcher_leaves_no_process_and_no_shared_memory(launcher: str) -> None:
-    done = launch(launcher, 3, SCRIPT, [launcher, "4", "ctrl-c forward"])
+    done = launch(launcher, 3, SCRIPT, [launcher.replace("torchrun", "process_group"), "8", "ctrl-c forward"])
     assert not done.timed_out, done.explain()
     assert done.returncode != 0, done.explain()
     assert not done.orphans, done.explain()
