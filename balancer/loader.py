@@ -223,8 +223,9 @@ class BalancedLoader(Generic[T]):
             self._adapter = adapter_for(batch, jagged=self._jagged)
             self._schema = None
         columns = self._adapter.flatten(batch)
-        if self._schema is None:
+        if self._schema is None or not (columns is batch or all(c.values.is_cpu for c in columns.columns.values())):
             self._selection.check(columns)
+        if self._schema is None:
             schema = Schema.of(columns, self._adapter.describe())
             schema.to_bytes()  # one that is too large is found here
             self._schema, self._provisional = schema, columns.batch_size == 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels import permute_jagged
+from .protocol.quiet import numbers_of
 
 _OPTIONAL = ("num_candidates", "payload_bytes", "seconds", "seconds_step")
 
@@ -224,11 +225,11 @@ def validate_plan(owner: object, world: WorldSamples) -> Tensor:
         ...
         ValueError: the partitioner must give owner ranks in [0, 2), got 2 for sample 1
     """
-    return torch.from_numpy(check_plan(owner, world))
+    return torch.from_numpy(check_plan(owner, world).copy())
 
 
 def check_plan(owner: object, world: WorldSamples) -> NDArray[np.int64]:
-    """As `validate_plan`, but gives an array, which may share memory with `owner`."""
+    """As `validate_plan`, but gives an array, not to be written to. A copy: a partitioner may keep what it returns."""
     if not isinstance(owner, Tensor):
         raise TypeError(f"the partitioner must return a torch.Tensor, got {type(owner).__name__}")
     dtype = owner.dtype
@@ -237,9 +238,7 @@ def check_plan(owner: object, world: WorldSamples) -> NDArray[np.int64]:
     if owner.shape != (world.num_samples,):
         wanted = [world.num_samples]
         raise ValueError(f"the partitioner must return shape {wanted}, one owner a sample, got {list(owner.shape)}")
-    if dtype != torch.int64 or owner.device.type != "cpu":
-        owner = owner.to("cpu", torch.int64)
-    numbers: NDArray[np.int64] = owner.numpy()
+    numbers = numbers_of(owner if owner.is_cpu else owner.cpu())
     # Negative numbers are huge ones without a sign.
     if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= world.world_size:
         sample = int(((numbers < 0) | (numbers >= world.world_size)).argmax())

@@ -10,43 +10,54 @@ import torch
 from numpy.typing import NDArray
 
 from .metrics import imbalance, straggler_percentage
+from .protocol.quiet import ones
 
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
     """What moved in one step, summed over samples. Each of shape [world_size], int64.
 
     Attributes:
-        batch_sizes: Samples of each rank after balancing.
         tokens_before: UIH length of each rank, as loaded.
         tokens_after: UIH length of each rank, balanced.
-        payload: Bytes that each rank loaded.
-        sent: Bytes of them that left.
+        sent: Bytes that left each rank.
         received: Bytes that came.
+        payload: Bytes that each rank loaded.
+        bytes_to: Bytes of what this rank loaded, by their new rank; what stayed is among them.
+        bytes_from: Bytes of what this rank got, by the rank that loaded them; what stayed is among them.
+        batch_sizes: Samples of each rank after balancing.
+        samples_to: Samples, as `bytes_to`.
+        samples_from: Samples, as `bytes_from`.
     """
 
-    batch_sizes: Int64s
     tokens_before: Int64s
     tokens_after: Int64s
-    payload: Int64s
     sent: Int64s
     received: Int64s
+    payload: Int64s
+    bytes_to: Int64s
+    bytes_from: Int64s
+    batch_sizes: Int64s
+    samples_to: Int64s
+    samples_from: Int64s
 
     @classmethod
-    def of(cls, world_size: int, origin: Int64s, owners: Int64s, lengths: Int64s, payload: Int64s) -> Traffic:
-        """Add up a plan, from what is known of each sample. Shapes [num_samples]."""
+    def of(
+        cls, rank: int, world_size: int, origin: Int64s, owners: Int64s, lengths: Int64s, payload: Int64s, own: slice
+    ) -> Traffic:
+        """Add up a plan from what is known of each sample. Shapes [num_samples]; `own` are those that `rank` loaded."""
         moved = payload * (origin != owners)
+        coming = (owners == rank).nonzero()[0]
+        to, source = owners[own], origin[coming]
         # All in one call: beside a busy trainer a call of bincount, which lets go of the interpreter, costs the most.
-        places = np.array([origin, owners, origin, origin, owners])
-        places += _NUMBERS * world_size
-        amounts = np.array([lengths, lengths, payload, moved, moved])
-        sums = np.bincount(places.reshape(-1), amounts.reshape(-1), len(places) * world_size)
-        return cls(np.bincount(owners, minlength=world_size), *sums.astype(np.int64).reshape(-1, world_size))
-
-
-_NUMBERS = np.arange(5).reshape(-1, 1)
+        places = [origin, owners, origin, owners, origin, to, source, owners, to, source]
+        amounts = [lengths, lengths, moved, moved, payload, payload[own], payload[coming]]
+        amounts.append(ones(len(owners) + len(to) + len(source)))
+        numbered = np.concatenate([place + row * world_size for row, place in enumerate(places)])
+        sums = np.bincount(numbered, np.concatenate(amounts), len(places) * world_size)
+        return cls(*sums.astype(np.int64).reshape(-1, world_size))
 
 
 @dataclass

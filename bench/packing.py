@@ -128,11 +128,12 @@ def _measure_one(
 ) -> Outcome:
     schema = Schema.of(batch)
     owners = random.integers(1, destinations + 1, batch.batch_size)
+    num_samples = np.bincount(owners, minlength=destinations + 1)
     payload = Sections(batch, schema).payload_bytes()
     sizes = message_bytes(
         schema,
         np.bincount(owners, weights=payload, minlength=destinations + 1).astype(np.int64),
-        np.bincount(owners, minlength=destinations + 1),
+        num_samples,
     )
     values, lengths = batch["column0"].values, batch["column0"].levels[0]
     sources = [batch[name].values.clone() for name in batch.names]
@@ -145,7 +146,7 @@ def _measure_one(
             target.copy_(source)
 
     def packed() -> Tensor:
-        return pack(Sections(batch, schema), owners, 0, sizes)
+        return pack(Sections(batch, schema), owners, 0, num_samples, sizes)
 
     def cat() -> Tensor:
         slices = values.split(lengths.tolist())

@@ -52,7 +52,7 @@ class Adapter(Generic[BatchT]):
         return JaggedBatch(columns, batch_size)
 
     def _takes_as_it_is(self, batch: JaggedBatch) -> bool:
-        """Whether the batch itself is the columns, which a look at each column tells."""
+        """Whether the batch itself is the columns, which a look at each column tells, and is in host memory."""
         if not (isinstance(self._root, BatchLeaf) and self._root.is_the_batch):
             return False
         columns = batch.columns
@@ -60,9 +60,9 @@ class Adapter(Generic[BatchT]):
             return False
         for (name, column), (wanted, dtype, depth, shape, dims) in zip(columns.items(), self._alike, strict=True):
             values = column.values
-            if name != wanted or values.dtype != dtype or len(column.levels) != depth or values.dim() != dims:
+            if name != wanted or values.dtype != dtype or len(column.levels) != depth or values.ndim != dims:
                 return False
-            if shape and values.shape[1:] != shape:
+            if not values.is_cpu or (shape and values.shape[1:] != shape):
                 return False
         return True
 

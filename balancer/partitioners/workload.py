@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from ..plan import Cost, WorldSamples
+from ..protocol.quiet import numbers_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -78,7 +80,7 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
         ValueError: The cost has another shape than [num_samples], or a value that is negative or not finite.
     """
     if cost is uih_length and world.cost is None:  # without a tensor: to free one lets go of the interpreter
-        costs: Floats = world.uih_lengths.numpy().astype(np.float64)
+        costs: Floats = numbers_of(world.uih_lengths).astype(np.float64)
     else:
         costs = _costs(cost(world) if world.cost is None else world.cost, world)
     if len(costs) and not (np.minimum.reduce(costs) >= 0 and np.maximum.reduce(costs) < np.inf):
@@ -86,7 +88,14 @@ def workload(cost: Cost, world: WorldSamples) -> Workload:
         raise ValueError(f"cost must be finite and not negative, got {costs[sample]} for sample {sample}")
     if _knows_ranks(cost):
         return Workload(costs, cost.speeds(world).double().numpy(), float(cost.overhead(world)))
-    return Workload(costs, np.ones(world.world_size))
+    return Workload(costs, _even_speeds(world.world_size))
+
+
+@functools.lru_cache(maxsize=8)
+def _even_speeds(world_size: int) -> Floats:
+    speeds = np.ones(world_size)
+    speeds.flags.writeable = False
+    return speeds
 
 
 def _costs(given: Tensor, world: WorldSamples) -> Floats:

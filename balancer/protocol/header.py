@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from struct import pack
+from struct import Struct
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from .schema import MAX_SCHEMA_BYTES
 
 Int64s = NDArray[np.int64]
 
-MAGIC = 0x46726565_0000_0002  # "Free", then the protocol version
+MAGIC = 0x46726565_0000_0003  # "Free", then the protocol version
 TEXT_BYTES = 512
 _TEXT_WORDS = TEXT_BYTES // 8
 _FIELDS = (
@@ -26,19 +26,20 @@ _FIELDS = (
     "step",
     "epoch",
     "options_digest",
+    "schema_digest",
+    "reads_candidates",
     "state",
     "batch_size",
     "capacity",
-    "schema_digest",
     "schema_bytes",
-    "reads_candidates",
     "seconds_step",
     "seconds_bits",
     "text_bytes",
 )
-_AGREED = slice(1, 4)  # fields in which no two ranks differ
+_HEADER = Struct("=11qdq")  # of these, seconds_bits being those of a float64
+_ALIKE = slice(1, 6)  # fields in which ranks rarely differ: some must not, others need a closer look then
 _HEADER_WORDS = len(_FIELDS)
-_STATE = _FIELDS.index("state")
+_WORD_OF = {name: word for word, name in enumerate(_FIELDS)}
 UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
 _BASE_WORDS = 3  # gathered columns follow
 MAX_BATCH_SIZE = 1 << 20  # of a rank: what one says decides how much memory all take for a message
@@ -120,19 +121,21 @@ def write(message: Int64s, local: LocalStep, num_columns: int) -> None:
     """
     message.fill(0)
     text = cut_text(local.text) if local.text else b""
-    message[:_HEADER_WORDS] = (
+    _HEADER.pack_into(
+        message.data,
+        0,
         MAGIC,
         local.step,
         local.epoch,
         local.options_digest,
+        local.schema_digest,
+        local.reads_candidates,
         local.state,
         local.batch_size,
         local.capacity,
-        local.schema_digest,
         local.schema_bytes,
-        local.reads_candidates,
         local.seconds_step,
-        int.from_bytes(pack("<d", local.seconds), "little", signed=True),
+        local.seconds,
         len(text),
     )
     body = message[_HEADER_WORDS:]
@@ -155,7 +158,8 @@ _LIMITS: Sequence[tuple[str, int, int]] = (
 )
 _LOWEST, _HIGHEST = np.full(_HEADER_WORDS, -(2**63)), np.full(_HEADER_WORDS, 2**63 - 1)
 for _name, _low, _high in _LIMITS:
-    _LOWEST[_FIELDS.index(_name)], _HIGHEST[_FIELDS.index(_name)] = _low, _high
+    _LOWEST[_WORD_OF[_name]], _HIGHEST[_WORD_OF[_name]] = _low, _high
+_SPAN = (_HIGHEST - _LOWEST).view(np.uint64)  # what is below the lowest is, without a sign, far above it
 
 
 class WorldStep:
@@ -164,6 +168,8 @@ class WorldStep:
     Attributes:
         items: Values in each column. Shape [world_size, num_columns].
         all_have_batches: No rank brings anything else.
+        are_alike: All ranks are at one step of one epoch with the same options, columns and kind of partitioner.
+        origin: Rank that loaded each sample. Shape [N].
 
     The fields of the headers are attributes too, each of shape [world_size].
 
@@ -175,21 +181,23 @@ class WorldStep:
         words = gathered.numpy() if isinstance(gathered, Tensor) else gathered
         self._words = words = words.reshape(world_size, -1)
         self.world_size = world_size
-        header = words[:, :_HEADER_WORDS]
+        header, alike = words[:, :_HEADER_WORDS], words[:, _ALIKE]
         # Those that each step reads; the others when they are asked for.
-        self.state, self.batch_size = header[:, _STATE], header[:, _STATE + 1]
-        if _any((header < _LOWEST) | (header > _HIGHEST), axis=None):
+        self.state, self.batch_size = header[:, _WORD_OF["state"]], header[:, _WORD_OF["batch_size"]]
+        if _any((header - _LOWEST).view(np.uint64) > _SPAN, axis=None):
             self._refuse()
         body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
         self.items = body[:, :num_columns]
         self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
         self.all_have_batches = not _any(self.state)
+        self.are_alike = not _any(alike != alike[0], axis=None)
+        self.origin = count_to(world_size).repeat(self.batch_size)
         self._told: Int64s | None = None
 
     def __getattr__(self, name: str) -> Int64s:
-        if name not in _FIELDS:
+        if name not in _WORD_OF:
             raise AttributeError(f"a message has no field {name!r}")
-        field: Int64s = self._words[:, _FIELDS.index(name)]
+        field: Int64s = self._words[:, _WORD_OF[name]]
         return field
 
     @property
@@ -225,15 +233,6 @@ class WorldStep:
         ranks = np.arange(self.world_size) if among is None else np.flatnonzero(among)
         differing = ranks[values[ranks] != values[ranks[0]]] if len(ranks) else ranks
         return (int(ranks[0]), int(differing[0])) if len(differing) else None
-
-    def agrees(self) -> bool:
-        """Whether all ranks are at one step of one epoch with the same options."""
-        agreed = self._words[:, _AGREED]
-        return not _any(agreed != agreed[0], axis=None)
-
-    def origin(self) -> Int64s:
-        """Rank that loaded each sample. Shape [N]."""
-        return count_to(self.world_size).repeat(self.batch_size)
 
     @property
     def samples(self) -> Int64s:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..plan import WorldSamples
+from .header import WorldStep
 
 _KEPT_STEPS = 32  # more than any sensible prefetch; seconds of older steps are ignored
 
@@ -28,23 +29,17 @@ class History:
         while len(self._plans) > _KEPT_STEPS:
             self._plans.popitem(last=False)
 
-    def measured(
-        self, steps: NDArray[np.int64], seconds: NDArray[np.float64]
-    ) -> tuple[Tensor, Tensor, WorldSamples | None]:
-        """Match what ranks measured with what they trained on.
-
-        Args:
-            steps: Step that each rank measured last. Shape [world_size].
-            seconds: Its compute seconds. Shape [world_size].
+    def measured(self, world: WorldStep) -> tuple[Tensor, Tensor, WorldSamples | None]:
+        """Match what ranks say that they measured last with what they trained on.
 
         Returns:
             Steps and seconds, -1 and NaN where the step is not known any more, and the samples behind them.
         """
         if not self._plans:
             return torch.from_numpy(self._no_steps.copy()), torch.from_numpy(self._no_seconds.copy()), None
-        known = np.array([int(step) in self._plans for step in steps])
-        steps = np.where(known, steps, -1)
-        seconds = np.where(known, seconds, np.nan)
+        known = np.array([int(step) in self._plans for step in world.seconds_step])
+        steps = np.where(known, world.seconds_step, -1)
+        seconds = np.where(known, world.seconds, np.nan)
         measured = self._select(steps) if known.any() else None
         return torch.from_numpy(steps), torch.from_numpy(seconds), measured
 

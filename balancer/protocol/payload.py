@@ -13,10 +13,8 @@ All sections are worked out together, as rows of arrays: calls, not bytes, are w
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_parts, gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
-from .quiet import count_to, take_columns, take_rows, zeros
+from .quiet import address_of, bytes_at, count_to, numbers_of, take_columns, take_rows
 from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
@@ -35,13 +33,8 @@ Levels = dict[str, tuple[torch.Tensor, ...]]
 _ZEROS = torch.from_numpy(np.zeros(1 << 16, np.uint8))
 _ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-_FIRST = np.zeros(1, np.int64)
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 2048  # of each section
-# As `ctypes.string_at`, without its Python wrapper.
-_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
 # Without the methods' Python wrappers.
 _sum, _most, _any, _accumulate = np.add.reduce, np.maximum.reduce, np.logical_or.reduce, np.add.accumulate
 
@@ -51,41 +44,42 @@ class Sections:
 
     Attributes:
         batch: The batch.
+        layout: How they lie in a message.
         heads: One record a sample. Shape [batch_size, head_bytes / 8], int64.
         items: Values in each column. Shape [num_columns], int64.
         sizes: Bytes of each sample in each section. Shape [sections, batch_size], int64.
-        scraps: What is of no use any more; see `Outcome`.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
-        self.batch = batch
+        self.batch, self.layout = batch, schema.layout
         layout, columns, size = schema.layout, batch.columns, batch.batch_size
         counts = np.empty((layout.num_rows, size), np.int64)  # entries of each sample
-        lengths = [columns[column.name].levels[0].numpy() for column in layout.jagged]
-        inner = [columns[column.name].levels[1].numpy() for column, _ in layout.nested]
-        self.scraps: list[object] = [lengths, inner]
-        for row, each in zip(counts, lengths, strict=False):
-            row[:] = each
-        for row, (_, j), each in zip(counts[len(lengths) : -1], layout.nested, inner, strict=True):
-            ends = _offsets(each)[_offsets(counts[j])]
+        lengths = b"".join([bytes_at(columns[c.name].levels[0].data_ptr(), 8 * size) for c in layout.jagged])
+        counts[: len(layout.jagged)] = np.frombuffer(lengths, np.int64).reshape(len(layout.jagged), size)
+        for row, (column, j) in zip(counts[len(layout.jagged) : -1], layout.nested, strict=True):
+            ends = _offsets(numbers_of(columns[column.name].levels[1]))[_offsets(counts[j])]
             np.subtract(ends[1:], ends[:-1], out=row)
         counts[-1] = 1
-        self.heads: Int64s = zeros(size, layout.head_bytes // 8)
+        self.heads: Int64s = np.empty((size, layout.head_bytes // 8), np.int64)
+        if layout.has_gaps:
+            self.heads.fill(0)
         self.heads[:, : len(layout.counted)] = counts[:-1].T
-        for column, start in layout.narrow:
-            if column.row_bytes and size:
-                flat = _flat(columns[column.name].values, column)
-                _items(self.heads, column, start)[:] = flat.view(column.item)
-                self.scraps.append(flat)
+        for column, field in layout.narrow:
+            if field:
+                values = columns[column.name].values
+                records = self.heads.view(layout.record)
+                records[field][:, 0] = np.frombuffer(bytes_at(values.data_ptr(), values.nbytes), column.item)
         self.items: Int64s = _sum(counts, axis=1)[layout.column_rows]
-        at = [
+        self._at = [
             (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
             for s in layout.sections
         ]
-        self.sizes: Int64s = take_rows(counts, layout.section_rows) * layout.entry_bytes
-        self._starts = _accumulate(self.sizes, axis=1)
-        self._starts += np.array(at, np.int64).reshape(-1, 1) - self.sizes
-        self._at = at
+        # Where the bytes of each sample begin, section after section, and how many they are.
+        self._ranges: Int64s = np.empty((2, len(self._at), size), np.int64)
+        starts, self.sizes = self._ranges
+        np.multiply(take_rows(counts, layout.section_rows), layout.entry_bytes, out=self.sizes)
+        _accumulate(self.sizes, axis=1, out=starts)
+        starts += np.array(self._at, np.int64).reshape(-1, 1) - self.sizes
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -99,30 +93,20 @@ class Sections:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
         sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES)
-        for address, size in zip(self._at, sizes.tolist(), strict=True):
-            checksum = zlib.crc32(_bytes_at(address, size), checksum)
-        return checksum
+        return zlib.crc32(b"".join(map(bytes_at, self._at, sizes.tolist())), checksum)
 
-    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
-        return take_columns(self._starts, samples), take_columns(self.sizes, samples)
+    def ranges(self, samples: Int64s) -> Int64s:
+        """Addresses, and then sizes, of the bytes of samples. Shape [2, sections, len(samples)]."""
+        num_sections, size = self.sizes.shape
+        taken = take_columns(self._ranges.reshape(2 * num_sections, size), samples)
+        return taken.reshape(2, num_sections, -1) if num_sections else taken.reshape(2, 0, len(samples))
 
 
 def _offsets(lengths: Int64s) -> Int64s:
-    offsets = zeros(len(lengths) + 1)
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    offsets[0] = 0
     _accumulate(lengths, out=offsets[1:])
     return offsets
-
-
-def _flat(values: torch.Tensor, column: ColumnSchema) -> NDArray[Any]:
-    """A tensor's memory as an array of one dimension."""
-    flat: NDArray[Any] = values.numpy() if column.numpy_dtype is not None else values.view(-1).view(torch.uint8).numpy()
-    return flat if flat.ndim == 1 else flat.reshape(-1)
-
-
-def _items(heads: Int64s, column: ColumnSchema, start: int) -> NDArray[np.void]:
-    """Where the values of a narrow column are in heads. Shape [len(heads)]."""
-    return np.ndarray(len(heads), column.item, heads, start, (8 * heads.shape[1],))
 
 
 def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) -> Int64s:
@@ -134,63 +118,69 @@ def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) ->
     return padded * (num_samples > 0)
 
 
-def pack(sections: Sections, owners: Int64s, rank: int, sizes: Int64s) -> torch.Tensor:
+def pack(sections: Sections, owners: Int64s, rank: int, num_samples: Int64s, sizes: Int64s) -> torch.Tensor:
     """Write the messages to all ranks, one after the other.
 
     Args:
         sections: The local batch.
         owners: New owner of each local sample. Shape [batch_size].
         rank: This rank, to which nothing is sent.
+        num_samples: Samples for each rank, those that stay home among them. Shape [world_size].
         sizes: Bytes of the message to each rank, from `message_bytes`. Shape [world_size].
 
     Returns:
         Shape [sizes.sum()], uint8.
     """
-    leaving = (owners != rank).nonzero()[0]
+    leaving = owners.argsort(kind="stable")
+    if num_samples[rank]:
+        home = int(_sum(num_samples[:rank]))
+        leaving = np.concatenate([leaving[:home], leaving[home + int(num_samples[rank]) :]])
     if not len(leaving):
         return _NOTHING
-    to = owners[leaving]
-    order = to.argsort(kind="stable")
-    leaving, to = leaving[order], to[order]
-    # Of each peer's samples, where in this order the first one is.
-    first = np.concatenate([_FIRST, (to[1:] != to[:-1]).nonzero()[0] + 1])
-    peers = to[first]
-    counts = np.concatenate([first[1:], [len(to)]]) - first
-    # A message is copied from one range for its heads, one a sample and one for padding a section, and one for slack.
-    widths = counts + 1
-    ends = _accumulate(widths * len(sections) + 2)
-    start = ends - widths * len(sections) - 1  # behind the heads
-    addresses = np.empty(int(ends[-1]), np.int64)
-    addresses.fill(_ZEROS_AT)
-    lengths = zeros(int(ends[-1]))
+    peers = num_samples.nonzero()[0]
+    peers = peers[peers != rank]
+    counts = num_samples[peers]
+    first = _accumulate(counts) - counts  # of the samples as they are ordered now, those of each peer
+    # A message is copied from one range for its heads and one a sample and section. Where sections are padded, one more
+    # for each of them and one for what is left of the message.
+    padded = 1 if sections.layout.padding_bytes else 0
+    widths = counts + padded
+    ends = _accumulate(widths * len(sections) + 1 + padded)
+    start = ends - widths * len(sections) - padded  # behind the heads
+    addresses, lengths = ranges = np.empty((2, int(ends[-1])), np.int64)
     heads = take_rows(sections.heads, leaving)
     head_bytes = 8 * heads.shape[1]
-    addresses[start - 1] = first * head_bytes + heads.__array_interface__["data"][0]
-    written = counts * head_bytes
-    lengths[start - 1] = written
+    addresses[start - 1] = first * head_bytes + address_of(heads)
+    lengths[start - 1] = written = counts * head_bytes
     section = count_to(len(sections)).reshape(-1, 1)
     slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + count_to(len(leaving)))
-    addresses[slots], filled = sections.ranges(leaving)
-    lengths[slots] = filled
-    totals = np.add.reduceat(filled, first, axis=1)
-    padding = -totals % 8
-    lengths[section * widths + (start + counts)] = padding
-    slack = sizes[peers] - written - _sum(totals + padding)
-    lengths[ends - 1] = slack
-    # Negative numbers are huge ones without a sign.
-    assert _most(slack.view(np.uint64)) <= _NUM_ZEROS, f"a message has {slack} bytes left, beyond 0 to {_NUM_ZEROS}"
+    at, filled = sections.ranges(leaving)
+    addresses[slots], lengths[slots] = at, filled
+    if padded:
+        totals = np.add.reduceat(filled, first, axis=1)
+        padding = -totals % 8
+        _fill_with_zeros(ranges, section * widths + (start + counts), padding)
+        _fill_with_zeros(ranges, ends - 1, sizes[peers] - written - _sum(totals + padding))
     return gather_ranges(addresses, lengths)
 
 
+def _fill_with_zeros(ranges: Int64s, slots: Int64s, sizes: Int64s) -> None:
+    """Have some of the ranges copied from zeros."""
+    # Negative numbers are huge ones without a sign.
+    most = _most(sizes.view(np.uint64), axis=None)
+    assert most <= _NUM_ZEROS, f"a message has {sizes} bytes left, beyond 0 to {_NUM_ZEROS}"
+    addresses, lengths = ranges
+    addresses[slots], lengths[slots] = _ZEROS_AT, sizes
+
+
 def unpack(
-    received: torch.Tensor,
+    received: NDArray[np.uint8],
     sizes: Int64s,
     num_samples: Int64s,
     sections: Sections,
     staying: Int64s,
     schema: Schema,
     rank: int,
-    scraps: list[object] | None = None,
 ) -> JaggedBatch:
     """Put what arrived and what stayed home together, in global order.
 
@@ -202,7 +192,6 @@ def unpack(
         staying: Positions of the samples that stay home, ascending.
         schema: The columns.
         rank: This rank.
-        scraps: Gets what is of no use any more; see `Outcome`.
 
     Returns:
         A batch that owns its memory.
@@ -210,10 +199,8 @@ def unpack(
     Raises:
         ProtocolError: The lengths in a message cannot be.
     """
-    layout, scraps = schema.layout, [] if scraps is None else scraps
-    words = received.numpy()
-    scraps.append(words)
-    heads = _join_heads(words, sizes, num_samples, take_rows(sections.heads, staying), rank)
+    layout, starts = schema.layout, _accumulate(sizes) - sizes
+    heads = _join_heads(received, sizes, starts, num_samples, take_rows(sections.heads, staying), rank)
     counted = heads[:, : len(layout.counted)].T.copy()
     _check(counted, layout.counted)
     entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
@@ -223,21 +210,24 @@ def unpack(
     # NumPy's empty arrays may have a stride of 0, with which a tensor has no view of its bytes.
     rows = map(torch.from_numpy, counted) if len(heads) else [torch.empty(0, dtype=torch.int64) for _ in counted]
     levels: Levels = {c.name: (row,) for c, row in zip(layout.jagged, rows, strict=False)}
-    columns = _dense_columns(heads, layout)
+    columns = _dense_columns(heads, layout) if layout.narrow else {}
     if layout.sections:
-        starts = _accumulate(sizes) - sizes + (received.data_ptr() or _ZEROS_AT)
+        starts += address_of(received)
         read = 8 * heads.shape[1] * num_samples
         at, num_bytes = _find(counts, starts + read, sizes - read, sections.ranges(staying), layout, rank)
         flats = gather_parts(at, num_bytes, layout.section_dtypes)
-        scraps.append(_add_inner(levels, flats, counted, layout))
-        for section, flat, count in zip(layout.sections, flats, _sum(counts, axis=1).tolist(), strict=True):
+        _add_inner(levels, flats, counted, layout)
+        for section, flat, count in zip(layout.sections, flats, counts, strict=True):
+            column = section.column
             if not section.is_inner:
-                values = _as_values(flat, section.column, count)
-                columns[section.column.name] = Column(values, levels.get(section.column.name, ()))
+                values = flat.view(int(_sum(count)), *column.shape) if column.shape else flat
+                columns[column.name] = Column(values, levels[column.name]) if column.num_levels else Column(values)
     return JaggedBatch.of_checked({name: columns[name] for name in schema.names}, len(heads))
 
 
-def _join_heads(received: NDArray[np.uint8], sizes: Int64s, num_samples: Int64s, home: Int64s, rank: int) -> Int64s:
+def _join_heads(
+    received: NDArray[np.uint8], sizes: Int64s, starts: Int64s, num_samples: Int64s, home: Int64s, rank: int
+) -> Int64s:
     """The heads of all samples of this rank, `home` being those of the ones that stayed. Shape [total, words]."""
     width = home.shape[1]
     arrived = num_samples.copy()
@@ -248,9 +238,9 @@ def _join_heads(received: NDArray[np.uint8], sizes: Int64s, num_samples: Int64s,
         return home
     if _any(short := (8 * width * arrived > sizes)):
         raise ProtocolError(f"stage III: the heads of rank {int(short.argmax())} are longer than their message")
-    first = (_accumulate(sizes) - sizes) // 8 - before * width  # word where the head of sample 0 would be
-    starts = first.repeat(arrived) + count_to(total) * width
-    heads = received.view(np.int64)[starts.reshape(-1, 1) + count_to(width)]
+    first = starts // 8 - before * width  # word where the head of sample 0 would be
+    words = first.repeat(arrived) + count_to(total) * width
+    heads = received.view(np.int64)[words.reshape(-1, 1) + count_to(width)]
     return np.concatenate([heads[: before[rank]], home, heads[before[rank] :]])
 
 
@@ -266,16 +256,15 @@ def _check(lengths: Int64s, columns: Sequence[ColumnSchema]) -> None:
 
 def _sums(lengths: Int64s, last: Int64s) -> Int64s:
     """Sums over consecutive groups that end before `last`. Shapes [columns, n], [groups] to [columns, groups]."""
-    ends = zeros(len(lengths), lengths.shape[1] + 1)
+    ends = np.empty((len(lengths), lengths.shape[1] + 1), np.int64)
+    ends[:, 0] = 0
     _accumulate(lengths, axis=1, out=ends[:, 1:])
     upto = take_columns(ends, last)
     upto[:, 1:] -= upto[:, :-1].copy()
     return upto
 
 
-def _find(
-    counts: Int64s, starts: Int64s, room: Int64s, home: tuple[Int64s, Int64s], layout: Layout, rank: int
-) -> tuple[Int64s, Int64s]:
+def _find(counts: Int64s, starts: Int64s, room: Int64s, home: Int64s, layout: Layout, rank: int) -> Int64s:
     """Find the sections in the messages of all sources, with the samples that stayed home in their place.
 
     Args:
@@ -283,12 +272,12 @@ def _find(
             [sections, world_size].
         starts: Address of the first section from each source. Shape [world_size].
         room: Bytes from there to the end of the message. Shape [world_size].
-        home: Addresses and sizes of this rank's own samples. Each of shape [sections, n].
+        home: Addresses and sizes of this rank's own samples. Shape [2, sections, n].
         layout: The sections.
         rank: This rank.
 
     Returns:
-        Address and size of the bytes of each section. Each of shape [sections, ranges].
+        Addresses, and then sizes, of the bytes of each section. Shape [2, sections, ranges].
 
     Raises:
         ProtocolError: A message ends before.
@@ -296,9 +285,11 @@ def _find(
     # Never more than one over the room of any message, so that no sum overflows.
     entries = np.minimum(counts, room // np.maximum(layout.entry_bytes, 1) + 1)
     entries[:, rank] = 0
-    sizes = entries * layout.entry_bytes
+    found = np.empty((2, *counts.shape), np.int64)
+    before, sizes = found
+    np.multiply(entries, layout.entry_bytes, out=sizes)
     padded = (sizes + 7) // 8 * 8
-    before = _accumulate(padded) - padded
+    np.subtract(_accumulate(padded), padded, out=before)
     over = before + sizes > room
     over[:, rank] = False
     if _any(over, axis=None):
@@ -306,42 +297,30 @@ def _find(
         name = layout.section_names[section]
         raise ProtocolError(f"stage III: {name} of rank {source} is longer than the message that holds it")
     before += starts
-    return (
-        np.concatenate([before[:, :rank], home[0], before[:, rank + 1 :]], axis=1),
-        np.concatenate([sizes[:, :rank], home[1], sizes[:, rank + 1 :]], axis=1),
-    )
+    return np.concatenate([found[..., :rank], home, found[..., rank + 1 :]], axis=2)
 
 
-def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> list[Int64s]:
-    """Add the inner lengths to the levels of nested columns, if they add up to what the heads say of each sample.
-
-    Returns:
-        Them as arrays.
-    """
-    inners = [lengths.numpy() for lengths in flats[: len(layout.nested)]]
-    rows = zip(layout.nested, flats, inners, counted[len(layout.jagged) :], strict=False)
-    for (column, j), lengths, inner, total in rows:
-        _check(inner[None], [column])
-        if not np.array_equal(_offsets(inner)[_accumulate(counted[j])], _accumulate(total)):
+def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> None:
+    """Add the inner lengths to the levels of nested columns, if they add up to what the heads say of each sample."""
+    for (column, j), lengths, total in zip(layout.nested, flats, counted[len(layout.jagged) :], strict=False):
+        inner = numbers_of(lengths)
+        _check(inner.reshape(1, -1), [column])
+        if _any(_offsets(inner)[_accumulate(counted[j])] != _accumulate(total)):
             raise ProtocolError(f"stage III: the lengths of column {column.name!r} in a message do not add up")
         levels[column.name] = (*levels[column.name], lengths)
-    return inners
 
 
 def _dense_columns(heads: Int64s, layout: Layout) -> dict[str, Column]:
     """The narrow dense columns."""
     columns: dict[str, Column] = {}
-    for column, start in layout.narrow:
-        if column.row_bytes and len(heads):
-            part = torch.from_numpy(_items(heads, column, start).copy().view(column.numpy_dtype or np.uint8))
-        else:  # not by NumPy either
-            part = torch.empty(0, dtype=column.torch_dtype, device="cpu")
-        columns[column.name] = Column(_as_values(part, column, len(heads)))
+    records = heads.view(layout.record) if layout.record.names and len(heads) else None
+    for column, field in layout.narrow:
+        if records is None or not field:  # NumPy's empty arrays are of no use, see `unpack`
+            columns[column.name] = Column(
+                torch.empty(len(heads), *column.shape, dtype=column.torch_dtype, device="cpu")
+            )
+            continue
+        flat = torch.from_numpy(records[field].copy().reshape(-1).view(column.numpy_dtype or np.uint8))
+        values = flat if column.numpy_dtype is not None else flat.view(column.torch_dtype)
+        columns[column.name] = Column(values.view(len(heads), *column.shape) if column.shape else values)
     return columns
-
-
-def _as_values(flat: torch.Tensor, column: ColumnSchema, count: int) -> torch.Tensor:
-    """Give a flat buffer, of bytes or of the column's elements, the column's dtype and shape."""
-    if flat.dtype != column.torch_dtype:
-        flat = flat.view(column.torch_dtype)
-    return flat.view(count, *column.shape) if column.shape else flat

@@ -18,17 +18,17 @@ from torch import Tensor
 from ...transport import Pending, Transport, TransportError
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
 from ..plan import Partitioner, WorldSamples, reads_candidate_lengths
-from ..report import Report, Traffic
+from ..report import Report
 from .gather import Gather
-from .header import CANDIDATES, PAYLOAD, UIH, LocalStep, State, WorldStep, encode, message_words, write
+from .header import CANDIDATES, LocalStep, State, WorldStep, encode, message_words, write
 from .history import History
 from .schema import Schema, describe_difference
 from .selection import Selection
-from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, Shuffle
+from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, PLANNED, Shuffle
 from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
-_any, _sum, _most = np.logical_or.reduce, np.add.reduce, np.maximum.reduce  # without the methods' Python wrappers
+_any, _most = np.logical_or.reduce, np.maximum.reduce  # without the methods' Python wrappers
 _NO_LENGTHS = torch.empty(0, dtype=torch.int64, device="cpu")
 Stages = Generator[Posted, None, Outcome]
 
@@ -69,8 +69,10 @@ class Protocol:
         self._measured = measured
         self._history = History(transport.world_size)
         self._capacity = 0
-        self._lengths = self._notes = Gather(transport, NOTE_WORDS)
-        self._receive_buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._reads_candidates = reads_candidate_lengths(partitioner)
+        self._notes = Gather(transport, NOTE_WORDS)
+        self._lengths: Gather | None = None  # made for the agreed capacity
+        self._receive_buffer = np.empty(0, np.uint8)
 
     def run(self, local: LocalBatch) -> Outcome:
         """Take part in one step, from stage I to the shuffled samples.
@@ -103,6 +105,7 @@ class Protocol:
         clock.lap("gather_lengths")
         if (end := self._end(world)) is not None:
             return end
+        self._check_schemas(world)
         candidate_lengths = yield from self._gather_candidates(local, world)
         clock.lap("gather_candidates")
         return (yield from self._plan_and_shuffle(local, world, candidate_lengths, clock))
@@ -119,7 +122,7 @@ class Protocol:
     def _say(self, local: LocalBatch, capacity: int) -> LocalStep:
         said = LocalStep(self.step, self.epoch, local.state, capacity, text=local.text)
         said.options_digest = self._selection.digest
-        said.reads_candidates = reads_candidate_lengths(self.partitioner)
+        said.reads_candidates = self._reads_candidates
         said.seconds_step, said.seconds = self._measured()
         if local.schema is not None:
             said.batch_size = len(local.samples)
@@ -150,7 +153,7 @@ class Protocol:
             self._learn(schemas[speaker])
         if local.schema is not None and knows[self.transport.rank]:
             self._learn(local.schema)
-        self._capacity = int(world.batch_size.max())
+        self._capacity, self._lengths = int(world.batch_size.max()), None
         return world
 
     def _learn(self, schema: Schema) -> None:
@@ -186,7 +189,7 @@ class Protocol:
 
     def _check_agreement(self, world: WorldStep) -> None:
         """Raise, on every rank, when ranks are at different steps or were given different options."""
-        if world.agrees():
+        if world.are_alike:
             return
         if (pair := world.first_difference("step")) is not None:
             a, b = pair
@@ -215,27 +218,25 @@ class Protocol:
             said.samples = local.samples
             if local.schema is not None and said.schema_digest == self.schema.digest:
                 said.items = local.items
-            num_words = message_words(num_columns, self._capacity, num_gathered)
-            if len(self._lengths.message) != num_words:
-                self._lengths = Gather(self.transport, num_words)
+            if self._lengths is None:
+                self._lengths = Gather(self.transport, message_words(num_columns, self._capacity, num_gathered))
             write(self._lengths.message, said, num_columns)
             work = self._lengths.post()
             yield Posted("gather_lengths", work)
             self._wait(work, "stage I (gather lengths)")
-            world = WorldStep(self._lengths.gathered.copy(), self.transport.world_size, num_columns, num_gathered)
+            # A view of what the next step overwrites; nothing is kept of it for so long.
+            world = WorldStep(self._lengths.gathered, self.transport.world_size, num_columns, num_gathered)
             self._check_agreement(world)
-            if self._end(world) is None:
-                self._check_schemas(world)
             largest = int(_most(world.batch_size))
             if largest <= self._capacity:
                 return world
-            self._capacity = largest
+            self._capacity, self._lengths = largest, None
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
-        differs = world.schema_digest != self.schema.digest
-        if not _any(differs):
+        if world.are_alike and world.schema_digest[0] == self.schema.digest:
             return
+        differs = world.schema_digest != self.schema.digest
         wrong = (world.state == State.HAS_BATCH) & (world.batch_size > 0) & differs
         if wrong.any():
             rank = int(np.flatnonzero(wrong)[0])
@@ -256,8 +257,7 @@ class Protocol:
     def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[Posted, None, Tensor]:
         """Stage II: content lengths of all candidates. Nothing to do when no column is nested or nobody reads them."""
         assert self.schema is not None
-        name = self._selection.nested_column(self.schema)
-        if name is None or not _any(world.reads_candidates):
+        if not _any(world.reads_candidates) or (name := self._selection.nested_column(self.schema)) is None:
             return _NO_LENGTHS
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
@@ -265,7 +265,7 @@ class Protocol:
         if name != self._selection.candidate_column(self.schema):
             sizes = yield from self._gather_sizes(len(ours))
         else:
-            sizes = np.bincount(world.origin(), world.samples[:, CANDIDATES], world.world_size).astype(np.int64)
+            sizes = np.bincount(world.origin, world.samples[:, CANDIDATES], world.world_size).astype(np.int64)
         work = self.transport.all_gather(ours, sizes)
         yield Posted("gather_candidates", work)
         return self._wait(work, "stage II (gather candidate lengths)")
@@ -279,8 +279,7 @@ class Protocol:
 
     def _plan_and_shuffle(self, local: LocalBatch, world: WorldStep, candidate_lengths: Tensor, clock: Clock) -> Stages:
         assert self.schema is not None
-        num_samples = int(_sum(world.batch_size))
-        if self._selection.drop_small and num_samples < world.world_size:
+        if self._selection.drop_small and (num_samples := len(world.origin)) < world.world_size:
             self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
@@ -300,29 +299,26 @@ class Protocol:
         self._receive_buffer = shuffle.buffer
         work = shuffle.post()
         yield Posted("shuffle", work)
-        received = self._wait(work, "stage III (shuffle samples)")
+        self._wait(work, "stage III (shuffle samples)")
         self.alone = True
         step, self.step = self.step, self.step + 1
-        columns = shuffle.finish(received)
+        columns = shuffle.finish()
         clock.lap("shuffle")
         if known is not None:
             self._history.add(step, known, shuffle.owners)
         items = dict(zip(self.schema.names, np.add.reduce(world.items).tolist(), strict=True))
-        told = world.samples
-        traffic = Traffic.of(world.world_size, shuffle.origin, shuffle.owners, told[:, UIH], told[:, PAYLOAD])
         size, rank = self.transport.world_size, self.transport.rank
-        report = Report(step, rank, size, traffic, items, self.dropped_samples, clock.seconds)
-        scraps = [*(() if local.sections is None else local.sections.scraps), *shuffle.scraps]
-        return Outcome(columns, report, scraps=scraps)
+        report = Report(step, rank, size, shuffle.traffic, items, self.dropped_samples, clock.seconds)
+        return Outcome(columns, report, scraps=shuffle.scraps)
 
     def _world_samples(self, candidate_lengths: Tensor, world: WorldStep) -> WorldSamples:
         assert self.schema is not None
         columns = np.array(world.samples.T, order="C")  # always a copy
-        uih, candidates, payload = (torch.from_numpy(column) for column in columns[:3])
-        seconds_step, seconds, measured = self._history.measured(world.seconds_step, world.seconds)
+        uih, candidates, payload = map(torch.from_numpy, columns[:3])
+        seconds_step, seconds, measured = self._history.measured(world)
         return WorldSamples(
             world_size=world.world_size,
-            rank=torch.from_numpy(world.origin()),
+            rank=torch.from_numpy(world.origin.copy()),
             uih_lengths=uih,
             num_candidates=candidates,
             candidate_lengths=candidate_lengths,
@@ -340,15 +336,16 @@ class Protocol:
         yield Posted("plan", work)
         self._wait(work, "agreement on the plan")
         notes = self._notes.gathered
+        if notes[0, 0] == PLANNED and not _any(notes[:, :2] != notes[0, :2], axis=None):
+            return
         if (failed := notes[:, 0].nonzero()[0]).size:
             rank = int(failed[0])
             said = notes[rank, 3:].tobytes()[: int(notes[rank, 2])].decode("utf-8", "replace")
             what = "partitioner" if notes[rank, 0] == PARTITIONER_FAILED else "packing"
             raise PeerFailed(rank, self.step, f"{what}: {said}") from shuffle.error
-        if _any(notes[:, 1] != notes[0, 1]):
-            digests, counts = np.unique(notes[:, 1], return_counts=True)
-            odd = np.flatnonzero(notes[:, 1] != digests[counts.argmax()])
-            raise PlanMismatch(
-                f"step {self.step}: the partitioner gave another plan on ranks {odd.tolist()} than on the others; "
-                "it must depend on its argument alone"
-            )
+        digests, counts = np.unique(notes[:, 1], return_counts=True)
+        odd = np.flatnonzero(notes[:, 1] != digests[counts.argmax()])
+        raise PlanMismatch(
+            f"step {self.step}: the partitioner gave another plan on ranks {odd.tolist()} than on the others; "
+            "it must depend on its argument alone"
+        )

@@ -1,26 +1,50 @@
-"""Makes arrays without letting go of the interpreter lock, which NumPy does for some that take no time (section 3.1).
+"""Makes arrays in ways that a trainer beside this thread feels less than the usual ones (section 3.1).
 
-Beside a trainer that launches tiny operations, each moment without the lock lets its thread in, and costs as much as
-dozens of calls: the other thread is woken, and this one has to wait for the lock. What NumPy does with up to 500
-elements it does with the lock held, but for a few functions: those have a stand-in here.
+Beside a trainer that launches tiny operations, each moment without the interpreter lock lets its thread in, and costs
+as much as dozens of calls: the other thread is woken, and this one has to wait for the lock. What NumPy does with up to
+500 elements it does with the lock held, but for a few functions: those have a stand-in here.
+
+And a core that has slept for most of a step has to fetch anew what it runs. The first call of a function, however
+small, takes ten times as long as the next one, or more where it goes through torch's dispatcher: fewer kinds of calls
+help more than fewer calls.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Int64s = NDArray[np.int64]
 
 _MOST_COUNTED = 1 << 14
+# As `ctypes.string_at`, without its Python wrapper.
+bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 
 
-def zeros(*shape: int) -> Int64s:
-    """As `numpy.zeros`, for arrays that are small: it lets go of the lock from 1 KiB on."""
-    array = np.empty(shape, np.int64)
-    array.fill(0)
+def address_of(array: NDArray[Any]) -> int:
+    """Where a contiguous array begins; 0 without elements. As `__array_interface__` says among much else."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
+
+
+def numbers_of(tensor: Tensor) -> Int64s:
+    """A copy of an integer tensor of one dimension in host memory, without torch's dispatcher. Not to be written to."""
+    if tensor.dtype is torch.int64 and tensor.is_cpu and tensor.is_contiguous():
+        return np.frombuffer(bytes_at(tensor.data_ptr(), tensor.nbytes), np.int64)
+    return tensor.numpy().astype(np.int64)
+
+
+def ones(n: int) -> Int64s:
+    """As `numpy.ones`, for arrays that are small: it takes two calls in Python more."""
+    array = np.empty(n, np.int64)
+    array.fill(1)
     return array
 
 

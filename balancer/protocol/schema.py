@@ -91,8 +91,11 @@ class Layout:
         jagged: Columns with lengths.
         nested: Columns with inner lengths, each with its number among the jagged ones.
         counted: The column of each row of the table but the last. A head begins with its sample's entries of these.
+        num_rows: Rows of the table.
         length_words: Word of the head that has the outer length of each of `jagged`, by name.
-        narrow: Dense columns in the head, with their first byte.
+        narrow: Dense columns in the head, with their field of `record`; "" for those without a byte.
+        record: A head as an item of NumPy's, in which each narrow column is a field without a meaning.
+        has_gaps: Whether bytes of a head are of no column.
         sections: What follows the heads: inner lengths first, then values.
         section_names: What errors call each section.
         section_dtypes: What the bytes of each section are.
@@ -106,8 +109,11 @@ class Layout:
     jagged: tuple[ColumnSchema, ...]
     nested: tuple[tuple[ColumnSchema, int], ...]
     counted: tuple[ColumnSchema, ...]
+    num_rows: int
     length_words: dict[str, int]
-    narrow: tuple[tuple[ColumnSchema, int], ...]
+    narrow: tuple[tuple[ColumnSchema, str], ...]
+    record: np.dtype[np.void]
+    has_gaps: bool
     sections: tuple[Section, ...]
     section_names: tuple[str, ...]
     section_dtypes: tuple[torch.dtype, ...]
@@ -122,11 +128,15 @@ class Layout:
         jagged = tuple(column for column in columns if column.num_levels)
         nested = tuple((column, j) for j, column in enumerate(jagged) if column.num_levels == 2)
         counted = (*jagged, *(column for column, _ in nested))
-        narrow: list[tuple[ColumnSchema, int]] = []
+        narrow: list[tuple[ColumnSchema, str]] = []
+        places: dict[str, int] = {}  # of the fields
         end = 8 * len(counted)
         for column in columns:
             if not column.num_levels and column.row_bytes <= _NARROW_BYTES:
-                narrow.append((column, end))
+                field = f"narrow {len(narrow)}" if column.row_bytes else ""
+                narrow.append((column, field))
+                if field:
+                    places[field] = end
                 end += (column.row_bytes + 7) // 8 * 8
         rows = {column.name: row for row, column in enumerate(counted)}  # of nested columns the inner one
         value_rows = [rows.get(column.name, len(counted)) for column in columns]
@@ -139,21 +149,26 @@ class Layout:
             jagged,
             nested,
             counted,
+            len(counted) + 1,
             {column.name: j for j, column in enumerate(jagged)},
             tuple(narrow),
+            np.dtype(
+                {
+                    "names": list(places),
+                    "formats": [column.item for column, field in narrow if field],
+                    "offsets": list(places.values()),
+                    "itemsize": end,
+                }
+            ),
+            any(column.row_bytes % 8 for column, _ in narrow),
             tuple(sections),
             tuple(f"column {section.column.name!r}" for section in sections),
             tuple(torch.int64 if section.is_inner else section.column.torch_dtype for section in sections),
             np.array([*(j for _, j in nested), *(row for _, row in bodies)], np.int64),
-            np.array([[section.entry_bytes] for section in sections], np.int64).reshape(-1, 1),
+            np.array([section.entry_bytes for section in sections], np.int64).reshape(-1, 1),
             np.array(value_rows, np.int64),
             8 * sum(section.entry_bytes % 8 != 0 for section in sections),
         )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table of entries."""
-        return len(self.counted) + 1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..batches.batch import JaggedBatch
 from .payload import Sections
-from .quiet import zeros
 from .schema import Schema
 
 Int64s = NDArray[np.int64]
@@ -84,19 +83,13 @@ class Selection:
     def sample_words(self, sections: Sections, schema: Schema, uih_lengths: Int64s | None) -> Int64s:
         """UIH length, candidates, payload and gathered columns of a batch. Shape [batch_size, 3 + len(gather)]."""
         batch = sections.batch
-        words = zeros(batch.batch_size, 3 + len(self.gather))
+        words = np.empty((batch.batch_size, 3 + len(self.gather)), np.int64)
         uih, candidates = words[:, 0], words[:, 1]
-        if uih_lengths is not None:
-            uih[:] = uih_lengths
-        else:
-            for name in self.lengths:
-                uih += _lengths_of(sections, schema, name)
-        if (name_or_none := self.candidate_column(schema)) is not None:
-            candidates[:] = _lengths_of(sections, schema, name_or_none)
-        if words.size and np.minimum.reduce(words, axis=None) < 0:
-            for argument, lengths in (("lengths", uih), ("candidates", candidates)):
-                if lengths.min() < 0:
-                    raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")
+        uih[:] = 0 if uih_lengths is None else _not_negative("lengths", uih_lengths)
+        for name in self.lengths:
+            uih += _lengths_of(sections, schema, "lengths", name)
+        counting = self.candidate_column(schema)
+        candidates[:] = 0 if counting is None else _lengths_of(sections, schema, "candidates", counting)
         words[:, 2] = sections.payload_bytes()
         for place, name in enumerate(self.gather):
             words[:, 3 + place] = _as_words(batch[name].values)
@@ -117,12 +110,16 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _lengths_of(sections: Sections, schema: Schema, name: str) -> Int64s:
-    """Lengths of a jagged column; the values of a dense one."""
-    word = schema.layout.length_words.get(name)
-    if word is not None:
-        return sections.heads[:, word]
-    lengths: Int64s = sections.batch[name].values.to(torch.int64).numpy()
+def _lengths_of(sections: Sections, schema: Schema, argument: str, name: str) -> Int64s:
+    """Lengths of a jagged column, which never are negative; the values of a dense one."""
+    if name in schema.layout.length_words:
+        return sections.heads[:, schema.layout.length_words[name]]
+    return _not_negative(argument, sections.batch[name].values.to(torch.int64).numpy())
+
+
+def _not_negative(argument: str, lengths: Int64s) -> Int64s:
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"{argument}= must give lengths of at least 0, got {int(lengths.min())}")
     return lengths
 
 

@@ -8,18 +8,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ...transport import Pending, Transport
 from ..batches.batch import JaggedBatch
 from ..errors import describe
 from ..plan import Partitioner, WorldSamples, check_plan
-from .header import PAYLOAD, TEXT_BYTES, WorldStep, cut_text
+from ..report import Traffic
+from .header import PAYLOAD, TEXT_BYTES, UIH, WorldStep, cut_text
 from .payload import Sections, message_bytes, pack, unpack
 from .schema import Schema
 
 Int64s = NDArray[np.int64]
 
+_NO_OWNERS: Int64s = np.empty(0, np.int64)
 _sum = np.add.reduce  # without the method's Python wrapper
 PLANNED, PARTITIONER_FAILED, PREPARING_FAILED = range(3)
 NOTE_WORDS = 3 + TEXT_BYTES // 8
@@ -44,16 +45,16 @@ class Shuffle:
         sections: Sections | None,
         world: WorldStep,
         samples: Callable[[], WorldSamples],
-        buffer: Tensor,
+        buffer: NDArray[np.uint8],
     ) -> None:
         self._transport = transport
         self._schema = schema
         self._world = world
         self._work_out_samples = samples
         self._local = sections
-        self.origin = world.origin()
         self.buffer = buffer
-        self.owners: Int64s = np.zeros(0, np.int64)
+        self.owners = _NO_OWNERS
+        self.traffic: Traffic
         self.error: BaseException | None = None
         self.scraps: list[object] = []  # see `Outcome`
 
@@ -71,9 +72,8 @@ class Shuffle:
             self._sections = Sections(self._schema.empty_batch(), self._schema) if local is None else local
             status = PARTITIONER_FAILED
             plan = partitioner(samples)
-            owners = check_plan(plan, samples)
-            self.owners = owners.copy()  # a partitioner may keep what it returns
-            self.scraps += (samples, plan, owners)
+            self.owners = check_plan(plan, samples)
+            self.scraps += (samples, plan)
             status = PREPARING_FAILED
             self._size_and_pack()
             status = PLANNED
@@ -82,47 +82,41 @@ class Shuffle:
             encoded = cut_text(describe(error))
             note[2] = len(encoded)
             note[3:].view(np.uint8)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        note[0], note[1] = status, self._digest()
-
-    def _digest(self) -> int:
-        return int.from_bytes(hashlib.blake2b(self.owners.data, digest_size=8).digest(), "little", signed=True)
+        digest = hashlib.blake2b(self.owners.data, digest_size=8).digest()
+        note[0], note[1] = status, int.from_bytes(digest, "little", signed=True)
 
     def _size_and_pack(self) -> None:
         world, rank, size = self._world, self._transport.rank, self._transport.world_size
         first = int(_sum(world.batch_size[:rank]))
-        last = first + int(world.batch_size[rank])
-        mine, payload = self.owners[first:last], world.samples[:, PAYLOAD]
-        coming = (self.owners == rank).nonzero()[0]
-        sources = self.origin[coming]
+        own = slice(first, first + int(world.batch_size[rank]))
+        told, mine = world.samples, self.owners[own]
+        self.traffic = traffic = Traffic.of(rank, size, world.origin, self.owners, told[:, UIH], told[:, PAYLOAD], own)
         self._staying = (mine == rank).nonzero()[0]
-        # To each rank and from each, together.
-        peers = np.concatenate([mine, sources + size])
-        moved = np.bincount(peers, np.concatenate([payload[first:last], payload[coming]]), 2 * size)
-        counts = np.bincount(peers, minlength=2 * size).reshape(2, size)
-        messages = message_bytes(self._schema, moved.astype(np.int64).reshape(2, size), counts)
+        self._sent, self._received = messages = message_bytes(
+            self._schema,
+            np.array([traffic.bytes_to, traffic.bytes_from]),
+            np.array([traffic.samples_to, traffic.samples_from]),
+        )
         messages[:, rank] = 0  # what stays is in no message
-        self._num_received = counts[1]
-        self._sent, self._received = messages
         self._needed = int(_sum(self._received))
         if self.buffer.shape[0] < self._needed:
-            self.buffer = torch.empty(self._needed * 5 // 4, dtype=torch.uint8, device="cpu")
-        self._packed = pack(self._sections, mine, rank, self._sent)
+            self.buffer = np.empty(self._needed * 5 // 4, np.uint8)
+        self._packed = pack(self._sections, mine, rank, traffic.samples_to, self._sent)
 
     def post(self) -> Pending:
         """Put the messages on their way."""
-        received = self.buffer[: self._needed]
-        self.scraps.append(received)
-        return self._transport.all_to_all(self._packed, self._sent, self._received, out=received)
+        out = torch.from_numpy(self.buffer[: self._needed])
+        self.scraps.append(out)
+        return self._transport.all_to_all(self._packed, self._sent, self._received, out)
 
-    def finish(self, received: Tensor) -> JaggedBatch:
+    def finish(self) -> JaggedBatch:
         """Put what arrived and what stayed home together."""
         return unpack(
-            received,
+            self.buffer[: self._needed],
             self._received,
-            self._num_received,
+            self.traffic.samples_from,
             self._sections,
             self._staying,
             self._schema,
             self._transport.rank,
-            self.scraps,
         )

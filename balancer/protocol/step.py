@@ -92,7 +92,6 @@ class Clock:
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """Add the time since the last call to a stage."""
+        """Give the time since the last call to a stage."""
         now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+        self.seconds[name], self._last = now - self._last, now

@@ -62,7 +62,7 @@ def test_headers_with_any_numbers_are_read_or_refused(changes: list[tuple[int, i
     assert len(words) == 2 * message_words(2, 4, 0)
     with contextlib.suppress(ProtocolError):
         world = WorldStep(words, 2, 2, 0)
-        world.agrees(), world.text(1), world.seconds, world.first(State.FAILED)
+        world.are_alike, world.text(1), world.seconds, world.first(State.FAILED)
         if world.batch_size.max() <= 4:
             assert world.samples.min(initial=0) >= 0
             assert len(world.samples) == world.batch_size.sum()
@@ -77,13 +77,13 @@ def test_messages_of_samples_with_any_bytes_are_taken_or_refused(data: st.DataOb
     owners = np.array([1, 1, 1])
     payload = np.array([0, sections.payload_bytes().sum()])
     sizes = message_bytes(schema, payload, np.array([0, 3]))
-    message = pack(sections, owners, 0, sizes)
+    message = pack(sections, owners, 0, np.bincount(owners, minlength=len(sizes)), sizes)
     for _ in range(data.draw(st.integers(1, 4))):
         at, word = data.draw(st.integers(0, len(message) // 8 - 1)), data.draw(WORDS)
         message.view(torch.int64)[at] = word
     nothing = Sections(schema.empty_batch(), schema)
     with contextlib.suppress(ProtocolError):
-        got = unpack(message, sizes[::-1].copy(), np.array([3, 0]), nothing, np.zeros(0, np.int64), schema, 1)
+        got = unpack(message.numpy(), sizes[::-1].copy(), np.array([3, 0]), nothing, np.zeros(0, np.int64), schema, 1)
         Batch(got.columns, got.batch_size)  # checks that lengths and values agree
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.balancer import (
+    JaggedBatch,
     PeerFailed,
     PlanMismatch,
     ProtocolError,
@@ -17,9 +18,10 @@ from freescale.balancer import (
     WorldSamples,
     balance,
 )
+from freescale.balancer.batches.column import Column
 from freescale.balancer.protocol.protocol import Protocol
 from freescale.balancer.protocol.shuffle import Shuffle
-from freescale.transport import Transport, TransportError
+from freescale.transport import Transport, TransportError, connect
 
 from loaded_batches import (
     Batches,
@@ -272,3 +274,15 @@ def test_a_fault_of_one_rank_within_a_step_is_an_error_on_every_rank(where: str,
 
     told, heard = run_in_threads(2, run)
     assert (told, heard) in {("PeerFailed", "PeerFailed"), ("MemoryError", "TransportError")}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_later_batch_that_is_not_in_host_memory_is_refused_by_name(whole: bool) -> None:
+    lengths = torch.tensor([2, 1])
+    first = JaggedBatch({"user": Column(torch.tensor([4, 5])), "page": Column(torch.arange(3), (lengths,))})
+    moved = {name: Column(column.values.to("meta"), column.levels) for name, column in first.columns.items()}
+    later = JaggedBatch.of_checked(moved if whole else {**first.columns, "page": moved["page"]}, 2)
+    steps = iter(balance([first, later], connect("local"), "page"))
+    next(steps)
+    with pytest.raises(PeerFailed, match=f"column '{'user' if whole else 'page'}' is on meta"):
+        next(steps)

@@ -71,7 +71,7 @@ def shuffle(batches: list[JaggedBatch], owners: list[np.ndarray]) -> list[Jagged
             if to != source:
                 sizes[source, to] = message_bytes(schema, payload[chosen].sum()[None], chosen.sum()[None])[0]
     messages = [
-        torch.split(pack(sections[r], owners[r], r, sizes[r]), sizes[r].tolist())
+        torch.split(pack(sections[r], owners[r], r, counts[r], sizes[r]), sizes[r].tolist())
         if world_size > 1
         else [torch.empty(0)]
         for r in range(world_size)
@@ -80,7 +80,7 @@ def shuffle(batches: list[JaggedBatch], owners: list[np.ndarray]) -> list[Jagged
     for rank in range(world_size):
         received = torch.cat([messages[source][rank] for source in range(world_size)]).to(torch.uint8)
         staying = np.flatnonzero(owners[rank] == rank)
-        result.append(unpack(received, sizes[:, rank], counts[:, rank], sections[rank], staying, schema, rank))
+        result.append(unpack(received.numpy(), sizes[:, rank], counts[:, rank], sections[rank], staying, schema, rank))
     return result
 
 
@@ -130,11 +130,11 @@ def test_a_message_whose_lengths_lie_is_an_error(lie: int) -> None:
     schema = Schema.of(batch)
     sections = Sections(batch, schema)
     size = message_bytes(schema, sections.payload_bytes().sum()[None], np.array([2]))
-    message = pack(sections, np.array([1, 1]), 0, np.array([0, size[0]]))
+    message = pack(sections, np.array([1, 1]), 0, np.array([0, 2]), np.array([0, size[0]]))
     message[:8].view(torch.int64)[0] = lie
     with pytest.raises(ProtocolError, match="'ids'"):
         unpack(
-            message, np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
+            message.numpy(), np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
             np.zeros(0, np.int64), schema, 1,
         )  # fmt: skip
 
@@ -145,12 +145,12 @@ def test_inner_lengths_that_do_not_add_up_to_what_the_heads_say_are_an_error() -
     schema = Schema.of(batch)
     sections = Sections(batch, schema)
     size = message_bytes(schema, sections.payload_bytes().sum()[None], np.array([2]))
-    message = pack(sections, np.array([1, 1]), 0, np.array([0, size[0]]))
+    message = pack(sections, np.array([1, 1]), 0, np.array([0, 2]), np.array([0, size[0]]))
     words = message.view(torch.int64)
     assert words[:7].tolist() == [2, 3, 1, 3, 1, 2, 3], "outer lengths and sums of the inner ones, then inner lengths"
     words[5], words[6] = 3, 2  # as many values as before, but shared out otherwise
     with pytest.raises(ProtocolError, match="'content' in a message do not add up"):
         unpack(
-            message, np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
+            message.numpy(), np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
             np.zeros(0, np.int64), schema, 1,
         )  # fmt: skip

@@ -56,7 +56,7 @@ def header() -> tuple[Read, list[bytes]]:
         words = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.int64)
         with contextlib.suppress(ProtocolError):
             world = WorldStep(words, 2, 2, 0)
-            world.agrees(), world.text(1), world.seconds, world.first(State.FAILED)
+            world.are_alike, world.text(1), world.seconds, world.first(State.FAILED)
             if world.batch_size.max() <= 4:
                 assert world.samples.min(initial=0) >= 0
                 assert len(world.samples) == world.batch_size.sum()
@@ -94,13 +94,15 @@ def payload() -> tuple[Read, list[bytes]]:
     columns = Schema.of(batch)
     sections = Sections(batch, columns)
     sizes = message_bytes(columns, np.array([0, sections.payload_bytes().sum()]), np.array([0, 3]))
-    good = bytes(pack(sections, np.array([1, 1, 1]), 0, sizes).tolist())
+    good = bytes(pack(sections, np.array([1, 1, 1]), 0, np.array([0, 3]), sizes).tolist())
     nothing = Sections(columns.empty_batch(), columns)
 
     def read(data: bytes) -> None:
         message = torch.frombuffer(bytearray(data[: len(good)].ljust(len(good), b"\0")), dtype=torch.uint8)
         with contextlib.suppress(ProtocolError):
-            got = unpack(message, sizes[::-1].copy(), np.array([3, 0]), nothing, np.zeros(0, np.int64), columns, 1)
+            got = unpack(
+                message.numpy(), sizes[::-1].copy(), np.array([3, 0]), nothing, np.zeros(0, np.int64), columns, 1
+            )
             JaggedBatch(got.columns, got.batch_size)
 
     return read, [good]
