@@ -100,9 +100,12 @@ def start_stages(jobs: SimpleQueue[Job | None], work: Work) -> threading.Thread:
         job.indexed = job.talk(job.batch)
 
     def index(job: Job) -> None:
+        # Each is said to be ready once: planning may go on with it then, and say that it is not.
         for each in job.indexed:
             work.index(each)
             each.batch.ready.set()
+        if all(each.batch is not job.batch for each in job.indexed):
+            job.batch.ready.set()
 
     queues: list[SimpleQueue[Job | None]] = [jobs, SimpleQueue(), SimpleQueue()]
     for stage, (step, name) in enumerate(((ask_first, "ask"), (talk, "talk"), (index, "index"))):
@@ -129,7 +132,7 @@ def _run(
             work.fail(error)
         if following is not None:
             following.put(job)
-        else:
+        elif work.error is not None:
             for batch in (job.batch, *[each.batch for each in job.indexed]):
                 batch.ready.set()
         del job  # keeps a batch alive
