@@ -94,6 +94,8 @@ def test_values_that_could_have_gradients_move_where_none_are_asked_for(most: in
     again, _ = permute_jagged(values, lengths, torch.arange(40).flip(0))
     assert again.requires_grad
     assert torch.equal(again, moved)
+    (plain,), _ = torch.ops.freescale.permute_jagged.plain([values], lengths, torch.arange(40).flip(0), None)
+    assert torch.equal(plain, moved)
 
 
 @pytest.mark.usefixtures("fbgemm")
@@ -172,5 +174,7 @@ def test_lengths_of_32_bits_may_add_up_to_more(tmp_path: Path) -> None:
     values = torch.from_file(str(tmp_path / "rows"), shared=True, size=size, dtype=torch.float32)
     values[-32:] = torch.arange(32.0)
     lengths = torch.tensor([2**30, 2**30, 16, 16, 8, 8, 8, 8], dtype=torch.int32)
-    moved, _ = permute_jagged(values, lengths, torch.tensor([7, 4, 0])[:2])
+    moved, told = permute_jagged(values, lengths, torch.tensor([7, 4, 0])[:2])
     assert moved.tolist() == [*range(24, 32), *range(8)]
+    assert told.dtype == torch.int32
+    assert told.tolist() == [8, 8]

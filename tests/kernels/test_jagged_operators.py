@@ -142,6 +142,8 @@ def test_one_tensor_gives_a_tensor_and_a_sequence_gives_a_list() -> None:
         (lambda: permute_jagged(torch.tensor(1), LENGTHS, ROWS), ValueError, "must have rows"),
         (lambda: dispatch_ranges(torch.arange(5), STARTS, LENGTHS), ValueError, r"values \(5\), got \[6, 6\)"),
         (lambda: dispatch_ranges(torch.arange(5), STARTS - 5, LENGTHS), ValueError, r"got \[-1, 0\) at 0"),
+        (lambda: dispatch_ranges(torch.arange(9), STARTS - 1, LENGTHS + 1), ValueError, r"got \[-1, 3\) at 1"),
+        (lambda: combine_ranges(torch.arange(6), OVERLAPPING - 1, LENGTHS, 9), ValueError, r"got \[-1, 2\) at 1"),
         (lambda: dispatch_ranges(torch.arange(5), STARTS[1:], LENGTHS), ValueError, "one shape, got 3 and 4"),
         (lambda: dispatch_ranges(torch.arange(9), STARTS, LENGTHS - 1), ValueError, "must not be negative, got -1"),
         (lambda: combine_ranges(torch.arange(6), OVERLAPPING, LENGTHS, 9), ValueError, "must not overlap, got"),
