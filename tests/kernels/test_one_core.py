@@ -22,7 +22,12 @@ def three_cores() -> Iterator[None]:
 def in_a_thread(todo: Callable[[], object] = lambda: None) -> int:
     """Do something in a new thread; how many cores torch uses there then."""
     counts: list[int] = []
-    thread = threading.Thread(target=lambda: (todo(), counts.append(torch.get_num_threads())))
+
+    def run() -> None:
+        todo()
+        counts.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
     return counts[0]
