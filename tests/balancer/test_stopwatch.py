@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_events_are_used_again_once_their_step_was_told_and_not_before(watch: St
 
 def test_it_is_timing_from_the_beginning_of_a_step_to_its_end(watch: Stopwatch) -> None:
     seen = [watch.is_timing]
-    for call in (lambda: watch.begin(0), watch.pause, watch.resume, watch.end):
-        call()
+    steps: list[Callable[[], None]] = [lambda: watch.begin(0), watch.pause, watch.resume, watch.end]
+    for step in steps:
+        step()
         seen.append(watch.is_timing)
     assert seen == [False, True, True, True, False]
