@@ -103,7 +103,6 @@ def launch(
     variables = {**os.environ, **_variables(logs, segments), **(environment or {}), _MARK: mark}
     command = [str(script), *args]
     forks = not fresh and backend in ("process_group", "plain") and not torch.cuda.is_available()
-    begun = time.monotonic()
     sessions = set[int]()
     try:
         with (logs / "launcher").open("wb") as said:
@@ -116,6 +115,7 @@ def launch(
                 )
                 sessions.add(process.pid)
                 processes.append(process)
+            begun = time.monotonic()  # what forks are forks of has started by now
             launch = _Launch(mark, sessions)
             timed_out = _wait(processes, begun + timeout_s, launch, ends_together=backend == "process_group")
         seconds = time.monotonic() - begun
