@@ -68,7 +68,7 @@ def launch(
     script: Path | str,
     args: Sequence[str] = (),
     *,
-    timeout_s: float = 250.0,
+    timeout_s: float = 400.0,
     recovery: bool = False,
     environment: Mapping[str, str] | None = None,
     fresh: bool = False,
