@@ -7,7 +7,7 @@ from typing import Protocol
 
 from .exchange import Exchange
 from .lane import HostTransport, open_lane
-from .wire import Purpose, Ticket, Wire
+from .wire import Purpose, Settles, Ticket, Wire
 
 Meet = Callable[[], HostTransport]
 """Makes a channel for host tensors between the same ranks, for an engine's own use; collective. Sizes go unchecked."""
@@ -64,6 +64,11 @@ class DeviceWire:
         rank, world_size, _ = self._place
         host, engine = self._host.split(check_sizes, timeout_s), self._engine.split(timeout_s)
         return DeviceWire(host, engine, rank, world_size, timeout_s)
+
+    def settle(self) -> None:
+        """See `Settles.settle`."""
+        if isinstance(self._host, Settles):
+            self._host.settle()
 
     def raise_failure(self) -> None:
         """See `FailsLater.raise_failure`."""

@@ -17,7 +17,7 @@ from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange, plan_all_to_all
 from .gathers import Gathers
 from .layouts import Layouts, Splits
-from .wire import FailsLater, Ticket, Wire
+from .wire import FailsLater, Settles, Ticket, Wire
 
 NAME_BYTES = 64
 _SLICE_S = 0.25  # how often a waiting thread looks whether its channel was closed, or Ctrl-C pressed
@@ -269,19 +269,34 @@ class HostPending(Pending):
         return f"{self._exchange.operation} #{self._sequence} on channel '{self._lane.name}'"
 
 
+class _Process:
+    """Which process this is, without asking the system."""
+
+    def __init__(self) -> None:
+        self.note()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.note)
+
+    def note(self) -> None:
+        self.pid = os.getpid()
+
+
+_process = _Process()
+
+
 class _Turn:
     """Lets one thread at a time use a channel, and names the channel when two try."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.lock = threading.Lock()
-        self._holder, self._pid = threading.get_ident(), os.getpid()
+        self._holder, self._pid = threading.get_ident(), _process.pid
 
     def is_forked_child(self) -> bool:
-        return os.getpid() != self._pid
+        return _process.pid != self._pid
 
     def __enter__(self) -> None:
-        if os.getpid() != self._pid:  # not by a call: the balancer's thread is here twice an exchange
+        if _process.pid != self._pid:  # not by a call: the balancer's thread is here twice an exchange
             raise TransportError(
                 f"channel '{self._name}' belongs to process {self._pid}: a child forked from a rank is no rank"
             )
@@ -336,6 +351,8 @@ def open_lane(
             )
             lane._fail(error)
             raise error
+    if isinstance(wire, Settles):
+        wire.settle()
     return lane
 
 

@@ -41,6 +41,7 @@ class Presence:
         self._store, self._rank = store, rank
         self._keys = [f"{prefix}/presence/{peer}" for peer in range(world_size)]
         self._addresses: dict[int, tuple[str, int]] = {}
+        self._has_looked = False
         where = ""
         with suppress(OSError):  # peers can then not tell whether this rank is there
             family, address = _address_towards(store)
@@ -53,6 +54,9 @@ class Presence:
 
     def look_around(self) -> None:
         """Learn where the others listen, once all have come: later the store may be gone."""
+        if self._has_looked:
+            return
+        self._has_looked = True
         ours = _network()
         entries: list[bytes] = []
         with suppress(RuntimeError):

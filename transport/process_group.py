@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ _PATIENCE_S = 0.1  # for messages that have left when a channel is closed
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _LOST = re.compile("connection (reset|closed|refused)|broken pipe", re.IGNORECASE)
 _LOST_S = 2.0
+_LOOK_S = 1.0
+_PURPOSES: tuple[Purpose, ...] = ("data", "sizes")
+_GLOO_KEY = "0/{rank}"  # where a rank's addresses are for gloo
 _c10d: Any = dist  # torch's stubs lack what is used through this name
 
 
@@ -80,7 +84,6 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     turns = Turns(store, rank, len(members), words.heard)
     place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence, turns, Roll(None, [rank], rank))
     gloo = GlooWire(place, timeout_s)
-    presence.look_around()
     gloo.call_the_roll(open_roll(partial(gloo.gather_bytes, timeout_s), rank))
     wire: Wire = gloo
     if dist.is_nccl_available() and torch.cuda.is_available():
@@ -109,26 +112,63 @@ class _Place:
     roll: Roll
 
     def make_groups(self, timeout_s: float) -> tuple[dict[Purpose, _Gloo], int]:
-        """Connect the ranks; collective. Gloo's own deadline also bounds how long it keeps a process from exiting.
+        """Connect the ranks; collective.
 
         Returns:
             The groups, and the slot for them on the roll.
         """
         _drop_what_is_done()
-        made: dict[Purpose, _Gloo] = {}
-        purposes: tuple[Purpose, ...] = ("data", "sizes")
         slot = self.roll.reserve() if self.rank == 0 else -1
         try:
             with self.turns.turn(self.prefix, timeout_s, str(slot)) as told:
-                for purpose in purposes:
-                    store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
-                    wait = timedelta(seconds=timeout_s)
-                    made[purpose] = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, wait)
+                self.presence.look_around()
+                made = self._connect(timeout_s)
         except RuntimeError as error:
             if isinstance(error, TransportError) and not isinstance(error, TransportTimeout):
                 raise
             raise self.translate(error) from error
         return made, self.roll.slot(told)
+
+    def _connect(self, timeout_s: float) -> dict[Purpose, _Gloo]:
+        """Make both groups in a thread: gloo tries five times, for its deadline each, to reach a rank that is gone.
+
+        That thread, and with it the process, ends when gloo gives up.
+        """
+        made: dict[Purpose, _Gloo] = {}
+        failed: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                for purpose in _PURPOSES:
+                    store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
+                    wait = timedelta(seconds=timeout_s)
+                    made[purpose] = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, wait)
+            except BaseException as error:
+                failed.append(error)
+
+        making = threading.Thread(target=make, name=f"freescale connecting {self.prefix}")
+        making.start()
+        deadline = time.monotonic() + timeout_s
+        making.join(min(_LOOK_S, timeout_s))
+        while making.is_alive():
+            if gone := self.presence.gone():  # not over the store: the thread may wait in it
+                raise TransportError(f"gone: ranks {gone}, while channels were being made")
+            if time.monotonic() > deadline:
+                raise TransportTimeout(
+                    f"rank {self.rank} of {self.world_size} waited {timeout_s:g} s for gloo to connect the ranks, "
+                    "which had all come"
+                )
+            making.join(_LOOK_S)
+        if failed:
+            raise failed[0]
+        return made
+
+    def forget(self) -> None:
+        """Take away what this rank wrote into the store to make its groups, when all ranks have made theirs."""
+        self.turns.forget(self.prefix)
+        with suppress(RuntimeError):  # a store that is gone, or cannot do this
+            for purpose in _PURPOSES:
+                self.store.delete_key(f"{self.prefix}/{purpose}/{_GLOO_KEY.format(rank=self.rank)}")
 
     def translate(self, error: RuntimeError) -> TransportError:
         """Say who failed, or is gone, where gloo names an address at best. The first who finds out tells the others."""
@@ -195,6 +235,11 @@ class GlooWire:
         if not self.begin(exchange, 0, "data").block(timeout_s):
             raise TransportTimeout(f"rank {self._place.rank} waited {timeout_s:g} s for the others to connect")
         return [bytes(row.numpy()).rstrip(b"\0") for row in exchange.out]
+
+    def settle(self) -> None:
+        """See `Settles.settle`."""
+        if self._place is not None:
+            self._place.forget()
 
     def split(self, check_sizes: bool, timeout_s: float) -> GlooWire:
         """See `Wire.split`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .errors import TransportError, TransportTimeout
@@ -60,6 +60,13 @@ class Turns:
             yield note
         finally:
             self._deciding.release()
+
+    def forget(self, name: str) -> None:
+        """Take away this rank's keys of a name whose turn is over, once all ranks are known to have had it."""
+        keys = [f"here/{self._rank}", *(("number", "all", "go") if self._rank == 0 else ())]
+        with suppress(RuntimeError):  # a store that is gone, or cannot do this
+            for key in keys:
+                self._store.delete_key(f"{name}/{key}")
 
     def _await(self, name: str, what: str, deadline: float, timeout_s: float) -> None:
         nap_s = _SHORTEST_NAP_S

@@ -47,6 +47,14 @@ class Wire(Protocol):
 
 
 @runtime_checkable
+class Settles(Protocol):
+    """A wire that has something to put away once all ranks have made it."""
+
+    def settle(self) -> None:
+        """All ranks have made this wire: an exchange over it is complete."""
+
+
+@runtime_checkable
 class FailsLater(Protocol):
     """A wire whose transfers may fail when the host no longer waits for them."""
 

@@ -1,0 +1,35 @@
+"""Channels over gloo leave nothing in the store, and a rank that is gone while one is made is known soon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rank_processes import launch
+
+pytestmark = pytest.mark.multirank
+SCRIPT = Path(__file__).with_name("gloo_channel_rank.py")
+
+
+def test_channels_leave_no_keys_in_the_store() -> None:
+    done = launch("process_group", 3, SCRIPT, ["keys", "60"], timeout_s=120)
+    assert done.returncode == 0, done.explain()
+    for output in done.outputs:
+        found = re.search(r"keys \[(.*)\]", output)
+        assert found, done.explain()
+        assert len(set(found[1].split(", "))) == 1, output
+
+
+@pytest.mark.parametrize(("how", "timeout_s", "said"), [("kill", 300, "gone: ranks [2]"), ("stop", 6, "waited 6 s")])
+def test_a_rank_that_is_gone_while_gloo_connects_is_known_long_before_gloo_gives_up(
+    how: str, timeout_s: float, said: str
+) -> None:
+    """Gloo tries five times, each for the deadline."""
+    done = launch("plain", 3, SCRIPT, [how, str(timeout_s)], timeout_s=150)
+    for rank in (0, 1):
+        found = re.search(r"reported (.*)", done.outputs[rank])
+        assert found, done.explain()
+        assert said in found[1]
+        assert found[1].endswith("gloo still tries")
