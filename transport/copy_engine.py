@@ -22,14 +22,16 @@ from .device_wire import DeviceWire, Enqueued, Meet, host_of
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange
 from .lane import HostTransport
+from .layouts import Layout
 from .meetings import Meeting, Meetings
 from .watch import watch
-from .windows import Mark, Windows
+from .windows import Mark, Rounds, Windows
 from .windows_opening import open_windows, put_away
 
 Via = Literal["peer", "segment"]
 DIRECT_FROM = 1 << 20  # smaller pieces are sooner there through slots, which takes fewer steps
 _MOST_LOOKS_AFTER_A_FAILURE = 40
+_MOST_PREPARED = 8
 
 
 def connect_copy_engine(through: Transport, options: CopyOptions, timeout_s: float, check_sizes: bool) -> HostTransport:
@@ -102,6 +104,7 @@ class CopyEngine:
         self._device = -1
         self._lane: HostTransport | None = None
         self._under_way: deque[_Transfer] = deque()
+        self._prepared: dict[Layout, tuple[list[int], Rounds]] = {}
         self._failure: TransportError | None = None
         self._released = False
         self._reason: BaseException | None = None
@@ -118,7 +121,8 @@ class CopyEngine:
         with self._windows.streams.on_device():
             transfer = self._enqueue(exchange, f"{exchange.operation} #{sequence}")
         self._under_way.append(transfer)
-        watch.add(self._look)
+        if len(self._under_way) == 1:  # or else the watch looks already, and goes on
+            watch.add(self._look)
         return Enqueued()
 
     def open(self, device: int, meet: Meet) -> None:
@@ -144,18 +148,32 @@ class CopyEngine:
         assert windows is not None, "it was opened just now"
         assert meetings is not None, "it was opened just now"
         deadline = time.monotonic() + self._timeout_s
-        sent, received = exchange.sent_bytes.tolist(), exchange.received_bytes.tolist()
-        peers = [peer for peer in self._in_order if max(sent[peer], received[peer]) >= self._direct_from]
-        for peer in peers:
-            sent[peer] = received[peer] = 0
+        peers, rounds = self._prepare(exchange, windows)
         sends = bool(peers) or self._via == "segment"
         windows.streams.adopt(exchange, sends)
-        mark = windows.enqueue(exchange, sent, received)
+        mark = windows.enqueue(exchange, rounds)
         met = meetings.enqueue(exchange, peers, deadline)
         joined = windows.streams.joined(meetings.flags_to_wait_for(met), sends)
         transfer = _Transfer(mark, met, deadline, call, exchange if met else None)
         exchange.join = _Join(self, transfer, joined)
         return transfer
+
+    def _prepare(self, exchange: Exchange, windows: Windows) -> tuple[list[int], Rounds]:
+        """With whom pieces are copied directly, and what goes through slots; known where a layout comes again."""
+        layout = exchange.known_layout()
+        found = None if layout is None else self._prepared.get(layout)
+        if found is not None:
+            return found
+        sent, received = exchange.sent_bytes.tolist(), exchange.received_bytes.tolist()
+        peers = [peer for peer in self._in_order if max(sent[peer], received[peer]) >= self._direct_from]
+        for peer in peers:
+            sent[peer] = received[peer] = 0
+        made = peers, windows.lay_out(exchange, sent, received)
+        if layout is not None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[layout] = made
+        return made
 
     def split(self, timeout_s: float) -> CopyEngine:
         """See `Engine.split`."""

@@ -108,6 +108,11 @@ class Exchange:
         sources = [self.source] * len(sent) if gathers else list(self.source.split(sent.tolist()))
         return sources, list(self.target.split(received.tolist()))
 
+    def known_layout(self) -> Layout | None:
+        """The layout, unless this exchange's bytes have become others."""
+        layout = self.layout
+        return layout if layout is not None and layout.sent_bytes is self.sent_bytes else None
+
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""
         if not self.incomplete:  # other exchanges may have the same layout
@@ -206,7 +211,7 @@ def _fill(layout: Layout, name: str, rows: Tensor, out: Tensor | None) -> Exchan
         layout=layout,
     )
     if rows.is_cuda:
-        exchange.ready = torch.cuda.current_stream(rows.device).record_event()
+        exchange.ready = torch.cuda.current_stream(rows.device.index).record_event()  # an int takes fewer calls
     elif size := layout.kept_bytes:
         # By NumPy, which does not let go of the interpreter for as little as this often is.
         start, at = int(exchange.sent_at[layout.rank]), int(exchange.received_at[layout.rank])

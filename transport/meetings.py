@@ -108,6 +108,13 @@ class Meetings:
         self._serials: dict[object, int] = {}
         self._opened: dict[tuple[int, int], int] = {}
         self._num_exports = self._num_missed = 0
+        pairs = [(peer, rank) for peer in members] + [(rank, peer) for peer in members]
+        # Asked for some ten times an exchange.
+        self._places_of_flags = {
+            (flag, writer, other): segment.meeting(flag, self._index[writer], self._index[other])
+            for writer, other in pairs
+            for flag in (_READY, _PUSHED, _PULLED)
+        }
         self.start_counts_at(first)
 
     def start_counts_at(self, first: int) -> None:
@@ -312,4 +319,4 @@ class Meetings:
         self._streams.write(stream, self._flags + self._at(flag, self._rank, meeting.peer), meeting.number + 1)
 
     def _at(self, flag: int, writer: int, other: int) -> int:
-        return self._segment.meeting(flag, self._index[writer], self._index[other])
+        return self._places_of_flags[flag, writer, other]

@@ -44,12 +44,13 @@ class Messages:
 
     def describe(self, exchange: Exchange) -> tuple[tuple[Spec, Spec], list[MPI.Datatype]]:
         """Describe an exchange to Ialltoallw; makes datatypes only for what C ints cannot describe."""
-        source, target, layout = exchange.source, exchange.target, exchange.layout
+        source, target = exchange.source, exchange.target
         if max(source.nbytes, target.nbytes) > LARGEST_COUNT:
             sent, made = self._pieces(source, exchange.sent_bytes, exchange.sent_at)
             received, also_made = self._pieces(target, exchange.received_bytes, exchange.received_at)
             return (sent, received), made + also_made
-        if layout is None or layout.sent_bytes is not exchange.sent_bytes:  # it was changed for this exchange
+        layout = exchange.known_layout()
+        if layout is None:
             lists = _lists(exchange)
         else:
             lists = layout.lists = layout.lists or _lists(exchange)

@@ -20,7 +20,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00002, 0.001
 _SHARE = 16  # of a long wait, at most, is a nap
 _NAPS_BESIDE = (0.00025, 0.004, 4)  # the first, the longest of a short wait, and part of a long one
 _AWAKE_S = 0.0005
-_SLOW_BYTES_PER_S = 1e9  # a message is waited for awake for as long as it may well take
+_FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 8e9, 1e9
 _LOOKS = 16  # one after the other, a few microseconds
 
 Shape = Literal["pieces", "gather", "again"]
@@ -58,7 +58,7 @@ class MpiTicket:
         self._number = column.begin()
         self.done = False
         self._is_new = True
-        self._awake_until: float | None = None
+        self._awake_until = self._expected_until = 0.0
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
 
@@ -103,27 +103,30 @@ class MpiTicket:
 
     def block(self, seconds: float) -> bool:
         """See `Ticket.block`."""
+        exchange = self._exchange
         # Each look of another thread takes the interpreter from the trainer's: such a thread naps for longer, and first
         # for half of what it waited for in the step before. Peers that let us wait long are busy themselves, or nap.
         started = time.monotonic()
+        if not self._expected_until:  # for all calls together
+            size = exchange.source.nbytes + exchange.target.nbytes
+            self._awake_until = started + _AWAKE_S + size / _FAST_BYTES_PER_S
+            self._expected_until = started + size / _SLOW_BYTES_PER_S
         if threading.current_thread() is threading.main_thread():
             is_done, waited_s = self._stay_awake(started, seconds)
-            return is_done or self._nap(started, waited_s, seconds, _SHORTEST_NAP_S, _LONGEST_NAP_S, _SHARE)
+            naps = _SHORTEST_NAP_S, _LONGEST_NAP_S, _SHARE
+            return is_done or self._nap(started, waited_s, seconds, naps, self._expected_until)
         shortest_s, longest_s, share = _NAPS_BESIDE
-        first_s = max(shortest_s, min(self._exchange.waited_s / 2, longest_s))
-        return self._nap(started, 0.0, seconds, first_s, longest_s, share)
+        first_s = max(shortest_s, min(exchange.waited_s / 2, longest_s))
+        return self._nap(started, 0.0, seconds, (first_s, longest_s, share), started)
 
     def _stay_awake(self, started: float, seconds: float) -> tuple[bool, float]:
-        """Look often, for to fall asleep takes longer than to send 100 kB, and MPI moves bytes while it is looked at.
+        """Look often, for to fall asleep takes longer than to send 100 kB.
 
         After a few looks others may have the core: to yield it first costs a time slice on a busy host.
 
         Returns:
             Whether it is done, and how long this waited.
         """
-        if self._awake_until is None:  # for all calls together
-            size = self._exchange.source.nbytes + self._exchange.target.nbytes
-            self._awake_until = started + _AWAKE_S + size / _SLOW_BYTES_PER_S
         until, now = min(started + seconds, self._awake_until), started
         while now < until:
             for _ in range(_LOOKS):
@@ -135,8 +138,15 @@ class MpiTicket:
             os.sched_yield()
         return False, now - started
 
-    def _nap(self, started: float, waited_s: float, seconds: float, nap_s: float, longest_s: float, share: int) -> bool:
-        """Look between naps, which grow to `longest_s`, or to the share of a long wait."""
+    def _nap(
+        self, started: float, waited_s: float, seconds: float, naps: tuple[float, float, int], expected_until: float
+    ) -> bool:
+        """Look between naps.
+
+        They are short until the message is overdue, as MPI moves bytes while it is looked at. Then they grow, to the
+        longest or to a share of a long wait.
+        """
+        nap_s, longest_s, share = naps
         while waited_s < seconds:
             time.sleep(min(nap_s, seconds - waited_s))
             is_done, now = self._test(), time.monotonic()
@@ -145,7 +155,8 @@ class MpiTicket:
             if is_done:
                 return True
             self._parting.raise_if_a_peer_failed(now)
-            nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
+            if now >= expected_until:
+                nap_s = min(nap_s * 2, max(longest_s, waited_s / share))
         return False
 
     def missing(self) -> list[int] | None:

@@ -15,8 +15,6 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -129,26 +127,9 @@ class Segment:
         """Bytes of the mapping; writing to them writes to the segment."""
         return self._words.view(np.uint8)[at : at + size]
 
-    @contextmanager
-    def locked(self, number: int) -> Iterator[None]:
-        """Hold one of the locks of the segment against other processes, for a moment.
-
-        Whoever holds it must not wait for another one. The system takes two threads of this process, of which one holds
-        a lock and one waits, for one that does both, and so may see a deadlock where there is none.
-        """
-        at = self._num_members + number
-        while True:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
-                break
-            except OSError as error:
-                if error.errno != errno.EDEADLK:
-                    raise
-                time.sleep(_NAP_S)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, at)
+    def locked(self, number: int) -> _Locked:
+        """Hold one of the locks of the segment against other processes, for a moment: with segment.locked(number)."""
+        return _Locked(self._file, self._num_members + number)
 
     def read(self, at: int) -> int:
         """The word at a place."""
@@ -179,6 +160,30 @@ class Segment:
         asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, member, 1, 0)
         kind = struct.unpack(_LOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
         return "its process has ended" if kind == fcntl.F_UNLCK else None
+
+
+class _Locked:
+    """A lock on a byte of a file, for as long as the block.
+
+    Whoever holds it must not wait for another one. The system takes two threads of this process, of which one holds
+    a lock and one waits, for one that does both, and so may see a deadlock where there is none.
+    """
+
+    def __init__(self, file: int, at: int) -> None:
+        self._file, self._at = file, at
+
+    def __enter__(self) -> None:
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._at)
+                return
+            except OSError as error:
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(_NAP_S)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._at)
 
 
 def _data_at(num_members: int) -> int:

@@ -19,17 +19,18 @@ class Watch:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._looks: list[Callable[[], bool]] = []
+        self._looks: dict[Callable[[], bool], bool] = {}  # and whether it was added since it was last called
         self._pid = 0
 
     def add(self, look: Callable[[], bool]) -> None:
         """Call `look` from now on, until it returns False. It must not raise."""
         with self._changed:
             if self._pid != os.getpid():  # the first of this process; threads do not survive a fork
-                self._pid, self._looks = os.getpid(), []
+                self._pid, self._looks = os.getpid(), {}
                 threading.Thread(target=self._run, name="freescale deadlines", daemon=True).start()
-            if look not in self._looks:
-                self._looks.append(look)
+            is_new = look not in self._looks
+            self._looks[look] = True
+            if is_new:
                 self._changed.notify()
 
     def _run(self) -> None:
@@ -37,10 +38,13 @@ class Watch:
             with self._changed:
                 while not self._looks:
                     self._changed.wait()
+                self._looks = dict.fromkeys(self._looks, False)
                 looks = list(self._looks)
             done = [look for look in looks if not look()]
             with self._changed:
-                self._looks = [look for look in self._looks if look not in done]
+                for look in done:
+                    if not self._looks[look]:
+                        del self._looks[look]
             time.sleep(_EVERY_S)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from .cuda_streams import RECEIVE, Streams
 from .exchange import Exchange
@@ -18,6 +19,20 @@ class Mark:
 
     sent: dict[int, int]
     received: dict[int, int]
+
+
+class Rounds(NamedTuple):
+    """What an exchange copies by way of slots, and what a rank keeps; places are in bytes within the tensors.
+
+    Attributes:
+        kept_from: Where the own piece begins in the source.
+        kept_to: Where it belongs in the target.
+        rounds: One after the other; for each what is sent and what is received: peer, place and bytes.
+    """
+
+    kept_from: int
+    kept_to: int
+    rounds: list[tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]]
 
 
 class Windows:
@@ -67,30 +82,43 @@ class Windows:
             self.segment.write(self._arrived_at(self.rank, peer), low(first))
             self.segment.write(self._consumed_at(peer, self.rank), low(first))
 
-    def enqueue(self, exchange: Exchange, sent: Sequence[int], received: Sequence[int]) -> Mark:
-        """Enqueue copies of an exchange that the streams have adopted, and this rank's own piece. Waits for no peer.
-
-        Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
-        been enqueued everywhere.
+    def lay_out(self, exchange: Exchange, sent: Sequence[int], received: Sequence[int]) -> Rounds:
+        """Work out what goes through slots. It is the same for all exchanges of a layout.
 
         Args:
             exchange: The exchange.
             sent: Bytes for each rank that go through slots. Length world_size.
             received: Bytes from each rank that come through slots. Length world_size.
         """
-        from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
         sent_at, received_at = exchange.sent_at.tolist(), exchange.received_at.tolist()
+        kept_at = sent_at[self.rank], received_at[self.rank]
+        if not (any(sent) or any(received)):
+            return Rounds(*kept_at, [])
+        sends = in_rounds(self.rank, self.members, sent, self.slot_bytes, sends=True)
+        receives = in_rounds(self.rank, self.members, received, self.slot_bytes, sends=False)
+        rounds = [
+            (
+                [(chunk.peer, sent_at[chunk.peer] + chunk.start, chunk.size) for chunk in outgoing],
+                [(chunk.peer, received_at[chunk.peer] + chunk.start, chunk.size) for chunk in incoming],
+            )
+            for outgoing, incoming in zip_longest(sends, receives, fillvalue=())
+        ]
+        return Rounds(*kept_at, rounds)
+
+    def enqueue(self, exchange: Exchange, todo: Rounds) -> Mark:
+        """Enqueue copies of an exchange that the streams have adopted, and this rank's own piece. Waits for no peer.
+
+        Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
+        been enqueued everywhere.
+        """
+        from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
         if exchange.kept_bytes:
-            target, source = to_here + received_at[self.rank], from_here + sent_at[self.rank]
-            self.streams.copy(RECEIVE, target, source, exchange.kept_bytes)
-        if any(sent) or any(received):
-            sends = in_rounds(self.rank, self.members, sent, self.slot_bytes, sends=True)
-            receives = in_rounds(self.rank, self.members, received, self.slot_bytes, sends=False)
-            for outgoing, incoming in zip_longest(sends, receives, fillvalue=()):
-                for chunk in outgoing:
-                    self._send(chunk.peer, from_here + sent_at[chunk.peer] + chunk.start, chunk.size)
-                for chunk in incoming:
-                    self._receive(chunk.peer, to_here + received_at[chunk.peer] + chunk.start, chunk.size)
+            self.streams.copy(RECEIVE, to_here + todo.kept_to, from_here + todo.kept_from, exchange.kept_bytes)
+        for outgoing, incoming in todo.rounds:
+            for peer, start, size in outgoing:
+                self._send(peer, from_here + start, size)
+            for peer, start, size in incoming:
+                self._receive(peer, to_here + start, size)
         return Mark(self._sent.copy(), self._received.copy())
 
     def _send(self, peer: int, source: int, size: int) -> None:

@@ -1,0 +1,180 @@
+"""What a copy engine enqueues for splits that come again is worked out once, and is what it was the first time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor
+
+from freescale.transport.copy_engine import CopyEngine
+from freescale.transport.cuda_streams import HANDLE_BYTES, RECEIVE
+from freescale.transport.exchange import Exchange, plan_all_to_all
+from freescale.transport.layouts import Layouts
+from freescale.transport.meetings import Meetings, book_bytes
+from freescale.transport.segment import FOLDER, Segment
+from freescale.transport.watch import Watch
+from freescale.transport.windows import Windows
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="there is no /dev/shm")
+SLOT_BYTES, DIRECT_FROM = 64, 200
+OUTGOING, INCOMING = 1 << 50, 1 << 51  # no addresses of this process
+
+
+class Noted:
+    """Notes what is enqueued, and does nothing."""
+
+    def __init__(self) -> None:
+        self.todo: list[tuple[object, ...]] = []
+
+    def on_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def use(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def adopt(self, exchange: Exchange, sends: bool = True) -> None:
+        self.todo.append(("adopt", sends))
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        self.todo.append(("copy", stream, target, source, size))
+
+    def wait(self, stream: int, address: int, count: int) -> None:
+        self.todo.append(("wait", stream, address, count))
+
+    def write(self, stream: int, address: int, count: int) -> None:
+        self.todo.append(("write", stream, address, count))
+
+    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
+        return lambda: None
+
+    def identify(self, address: int) -> tuple[object, int]:
+        return "all", 0
+
+    def export(self, base: int) -> bytes:
+        return bytes(HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        return 0
+
+    def register(self, address: int, size: int) -> int:
+        return address
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+class Rank:
+    """Rank 0 of two of a copy engine; the other never comes."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.streams, self.layouts = Noted(), Layouts(0, 2)
+        self.engine = CopyEngine(0, [0, 1], 600, "peer", 1 << 20, direct_from=DIRECT_FROM, patience_s=0.0)
+        place = 0, [0, 1], self.streams, segment, segment.address
+        self.engine._windows = Windows(*place, {1: OUTGOING}, {1: INCOMING}, SLOT_BYTES, 8, RECEIVE, 0)
+        self.engine._meetings = Meetings(*place, segment.data_at, 0, 0.0)
+        self.engine._device = 0
+
+    def plan(self, sent: list[int], received: list[int]) -> Exchange:
+        return plan_all_to_all(
+            0, 2, torch.zeros(sum(sent), dtype=torch.uint8), sent, received, None, layouts=self.layouts
+        )
+
+    def enqueue(self, exchange: Exchange) -> list[tuple[object, ...]]:
+        """What is copied: stream, bytes, and places within the tensors and within the slots."""
+        self.streams.todo.clear()
+        self.engine._enqueue(exchange, "all_to_all #0")
+        source, target = exchange.source.data_ptr(), exchange.target.data_ptr()
+        copies: list[tuple[object, ...]] = []
+        for what, *rest in self.streams.todo:
+            if what == "copy":
+                stream, into, out_of, size = (int(str(each)) for each in rest)
+                from_slot, to_slot = out_of >= INCOMING, OUTGOING <= into < INCOMING
+                copies.append(
+                    (stream, size, None if to_slot else into - target, None if from_slot else out_of - source)
+                )
+        return copies
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    segment = Segment.create(2, 0, book_bytes(2))
+    yield Rank(segment)
+    segment.unlink()
+
+
+def test_splits_that_come_again_are_copied_as_before(rank: Rank) -> None:
+    for sent, received in (([3, 100], [3, 70]), ([0, 5], [0, 64]), ([2, 0], [2, 0]), ([0, 300], [0, 4])):
+        first, again, anew = rank.plan(sent, received), rank.plan(sent, received), rank.plan(sent, received)
+        anew.layout = None
+        copies = rank.enqueue(first)
+        assert copies == rank.enqueue(again) == rank.enqueue(anew), (sent, received)
+        own = [each for each in copies if None not in each]
+        assert own == ([(RECEIVE, sent[0], 0, 0)] if sent[0] else [])
+        if sent[1] < DIRECT_FROM:
+            assert sum(int(str(each[1])) for each in copies if each[2] is None) == sent[1]
+            assert sum(int(str(each[1])) for each in copies if each[3] is None) == received[1]
+        else:
+            assert not copies, "the other copies for both"
+    assert len(rank.engine._prepared) == 4
+
+
+def test_a_peer_that_disagrees_is_left_out_of_what_was_worked_out(rank: Rank) -> None:
+    rank.enqueue(rank.plan([3, 100], [3, 70]))
+    disagreeing = rank.plan([3, 100], [3, 70])
+    disagreeing.skip(1)
+    assert rank.enqueue(disagreeing) == [(RECEIVE, 3, 0, 0)]
+    assert len(rank.enqueue(rank.plan([3, 100], [3, 70]))) == 5
+
+
+def test_ever_new_splits_are_not_all_remembered(rank: Rank) -> None:
+    for size in range(1, 50):
+        rank.enqueue(rank.plan([0, size], [0, 1]))
+    assert len(rank.engine._prepared) <= 8
+
+
+def test_splits_that_come_again_take_fewer_calls(rank: Rank) -> None:
+    counts: list[int] = []
+    for _ in range(3):
+        exchange, count = rank.plan([3, 30], [3, 30]), 0
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            rank.engine._enqueue(exchange, "all_to_all #0")
+        finally:
+            sys.setprofile(before)
+        counts.append(count)
+    assert counts[1] == counts[2] < counts[0]
+
+
+def test_what_is_added_while_it_is_looked_at_is_looked_at_again() -> None:
+    watch, looking, go_on = Watch(), threading.Event(), threading.Event()
+    looks: list[bool] = []
+
+    def look() -> bool:
+        """Finds nothing, while something comes."""
+        if not looks:
+            looks.append(True)
+            looking.set()
+            go_on.wait(60)
+        else:
+            again.set()
+        return False
+
+    again = threading.Event()
+    watch.add(look)
+    assert looking.wait(60)
+    watch.add(look)
+    go_on.set()
+    assert again.wait(60), "the second exchange would have no deadline"
