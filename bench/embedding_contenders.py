@@ -216,7 +216,15 @@ def _ours(setup: Setup, feed: Feed, synchronous: bool) -> Trainer:
         synchronous=synchronous,
         device=setup.device,
     )
-    model = nn.parallel.DistributedDataParallel(
-        Recommender(tables, setup.tower()), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
-    )
+    model = data_parallel(Recommender(tables, setup.tower()))
     return PrioritizedLoop(model, tables, setup.dense_optimizer(model), feed, setup.device)
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Put the dense part under DistributedDataParallel, as TorchRec does by itself.
+
+    Saying how large buckets are, though it is what they are anyway, gives one bucket: else the first is smaller.
+    """
+    return nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True, bucket_cap_mb=25
+    )

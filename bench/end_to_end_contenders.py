@@ -12,7 +12,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from ..balancer import BalancedLoader, JaggedBatch, Report, StagedPipeline, WorldSamples, balance, greedy_batch_size
-from .embedding_contenders import Recommender, Setup, shard_row_wise
+from .embedding_contenders import Recommender, Setup, data_parallel, shard_row_wise
 from .end_to_end_batch import HISTORY, Batch, IdsOnHost, Ring, balanced_batch
 
 
@@ -150,12 +150,7 @@ def _ours(setup: Setup, *, is_balanced: bool, is_synchronous: bool = False) -> C
         device=setup.device,
         ids=lambda batch: batch.ids,
     )
-    model = nn.parallel.DistributedDataParallel(
-        ScaledRecommender(tables, setup.tower()),
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-        static_graph=True,
-    )
+    model = data_parallel(ScaledRecommender(tables, setup.tower()))
 
     def prepare(batch: Any, report: Report | None) -> IdsOnHost:
         return IdsOnHost.of(balanced_batch(batch, report) if is_balanced else batch)
