@@ -77,12 +77,13 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
     values = _contiguous(values)
     if host_fbgemm.serves(values, count):
         moved, permuted = _permuted_by_fbgemm(values, lengths.reshape(-1), order, count)
-        if permuted is not None:
-            return moved, permuted.view(num_samples, num_keys)
     else:
         rows = order.numpy()
-        moved = _gather(values, (ends - sizes).take(rows), sizes.take(rows), count)
-    return moved, lengths.t().contiguous()
+        turned = sizes.take(rows)
+        moved, permuted = _gather(values, (ends - sizes).take(rows), turned, count), torch.from_numpy(turned)
+    if permuted is None:
+        return moved, lengths.t().contiguous()
+    return moved, permuted.to(lengths.dtype).view(num_samples, num_keys)
 
 
 @functools.lru_cache(maxsize=8)

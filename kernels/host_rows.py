@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,8 +79,22 @@ def take_rows(values: Tensor, index: NDArray[np.int64]) -> Tensor:
         >>> take_rows(torch.tensor([[True, False], [True, True]]), np.array([1, 1])).tolist()
         [[True, True], [True, True]]
     """
-    rows = values.detach() if values.requires_grad else values
     if values.dtype in _OWN:
-        return torch.from_numpy(rows.numpy().take(index, 0))
-    words = rows.view(_WORDS[values.element_size()])
-    return torch.from_numpy(words.numpy().take(index, 0)).view(values.dtype)
+        return torch.from_numpy(np.from_dlpack(_Borrowed(values)).take(index, 0))
+    words = values.detach().view(_WORDS[values.element_size()])
+    return torch.from_numpy(np.from_dlpack(_Borrowed(words)).take(index, 0)).view(values.dtype)
+
+
+class _Borrowed:
+    """A tensor's memory, for NumPy to read. `Tensor.numpy` would keep the tensor from being resized ever after."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_kwargs: Any) -> Any:
+        return torch.to_dlpack(self._tensor)  # type: ignore[attr-defined]  # documented, but not said to be exported
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # host memory

@@ -99,6 +99,17 @@ def test_values_that_could_have_gradients_move_where_none_are_asked_for(most: in
 
 
 @pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.complex128], ids=str)
+@pytest.mark.parametrize("count", [3, 40])
+def test_values_may_be_resized_afterwards(count: int, dtype: torch.dtype) -> None:
+    """A trainer that shards parameters frees their memory so, between steps."""
+    values = torch.zeros(10 * count, 3, dtype=dtype)
+    permute_jagged(values, torch.full((count,), 10), torch.arange(count).flip(0))
+    values.untyped_storage().resize_(0)
+    assert values.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.usefixtures("fbgemm")
 @pytest.mark.parametrize("count", [3, 40])
 def test_ranges_overlap_and_go_back(count: int) -> None:
     """What FBGEMM leaves out between two ranges is then shorter than nothing."""
