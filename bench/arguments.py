@@ -21,7 +21,7 @@ def status_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (ValueError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         return 2
 
 

@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 101 or options.slowness <= 0 or min(options.delays) < 0:
         parser.error("--steps must be at least 101, --slowness positive and --delays not negative")
-    return status_of(lambda: _run(options, Console()))
+    return status_of(lambda: _run(options, Console(emoji=False)))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

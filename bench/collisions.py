@@ -63,7 +63,7 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    return status_of(lambda: _run(options, Console(highlight=False, soft_wrap=not sys.stdout.isatty())))
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 when a rank failed or balancing changed the training, 2 for a mistake in the arguments.
     """
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
         load_partitioner(options.partitioner)

@@ -33,7 +33,7 @@ _STAGES = {"ask": "distinct ids", "talk": "messages", "index": "index arrays"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed, 2 for a mistake in the arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
         if not 0 <= options.ratio <= 100:

@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.world_size is None:
         sizes = _WORLD_SIZES if options.device == "cuda" else (8, 32, 128)
         options.world_size = (8, 32, 512)[: 3 if options.device == "cuda" else 2] if options.quick else sizes
-    return status_of(lambda: _run(options, Console()))
+    return status_of(lambda: _run(options, Console(emoji=False)))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

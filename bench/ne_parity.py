@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments.
     """
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         refuse_inside_a_launch()
         if options.results is not None or options.plot is not None:

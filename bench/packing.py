@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw the rates (needs matplotlib)")
     parser.add_argument("--results", type=output_folder, metavar="FOLDER", help="write a dated Markdown file")
     options = parser.parse_args(arguments)
-    return status_of(lambda: _run(options, Console()))
+    return status_of(lambda: _run(options, Console(emoji=False)))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:

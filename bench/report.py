@@ -41,7 +41,7 @@ The page holds its pictures and opens without anything beside it; PNGs and JSON 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 if a part failed, or 2 for a mistake."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(emoji=False, highlight=False)
     return status_of(lambda: _run(options, console))
 
 

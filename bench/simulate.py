@@ -53,7 +53,7 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    return status_of(lambda: _run(options, Console()))
+    return status_of(lambda: _run(options, Console(emoji=False)))
 
 
 def _parser() -> argparse.ArgumentParser:

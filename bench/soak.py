@@ -33,7 +33,7 @@ _NOTICED_MIB = 8.0  # less than this in all says nothing
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed or something grew, 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     settings = Settings(options.steps, 60 * options.minutes, options.epoch_steps, options.looks, options.transport)
     try:
         refuse_inside_a_launch()

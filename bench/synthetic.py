@@ -36,7 +36,7 @@ _MAX_EDITORS = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake, which was printed."""
     options = _parser().parse_args(arguments)
-    return status_of(lambda: _write(options, Console(highlight=False, soft_wrap=True)))
+    return status_of(lambda: _write(options, Console(emoji=False, highlight=False, soft_wrap=True)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -78,9 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 2 for a mistake, 1 if ranks failed; what it was is printed."""
     options = _parser().parse_args(arguments)
     try:
-        return status_of(lambda: _run(options, Console()))
+        return status_of(lambda: _run(options, Console(emoji=False)))
     except LaunchError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         return 1
 
 

@@ -52,9 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 2 for a mistake, 1 if ranks failed; what it was is printed."""
     options = _parser().parse_args(arguments)
     try:
-        return status_of(lambda: _run(options, Console(highlight=False, soft_wrap=not sys.stdout.isatty())))
+        return status_of(
+            lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty()))
+        )
     except LaunchError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         return 1
 
 

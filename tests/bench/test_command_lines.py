@@ -71,6 +71,7 @@ MISTAKES = [
     ("packing", ["--mean", "-1"], "must be an integer of at least 1, got '-1'"),
     ("partition", ["--lengths", "{missing}"], "missing"),
     ("partition", ["--partitioner", "nothing_here:at_all"], "nothing_here"),
+    ("partition", ["--partitioner", "here:boom:s"], "here:boom:s"),
     ("report", ["--only", "nonsense"], "--only must name some of"),
     ("simulate", ["--compute", "{missing}.json"], "missing.json"),
     ("soak", ["--ranks", "0"], "'0'"),
@@ -182,6 +183,13 @@ QUICK = {"straggler_trace", "trace_report"}  # done at once
 def test_every_command_that_takes_time_shows_progress(command: str) -> None:
     code = (BENCH / f"{command}.py").read_text()
     assert re.search(r"progress\(console, |(Progress|track)\(.*disable=not console\.is_terminal", code)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_word_between_colons_becomes_an_emoji(command: str) -> None:
+    """`my_module:boom: AttributeError` was told as `my_module💥 AttributeError`."""
+    code = (BENCH / f"{command}.py").read_text() + (BENCH / "arguments.py").read_text()
+    assert len(re.findall(r"[ (:]Console\(", code)) == code.count("Console(emoji=False")
 
 
 @pytest.mark.parametrize("total", [None, 3])
