@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 from freescale.transport import Transport, connect
 
 from fault_training import report
+from rank_processes import free_port
 
 WORLD_SIZE = 3
 AT_ONCE = 4
@@ -94,9 +94,7 @@ def _state(pid: int) -> str:
 def start(folder: Path, timeout_s: float, body: Callable[[Transport], None], world_size: int = WORLD_SIZE) -> Run:
     """Fork the ranks of a run. In the children, which call `body`, this ends with the process."""
     folder.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = []
     for rank in range(world_size):
         if (pid := os.fork()) == 0:

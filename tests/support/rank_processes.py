@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -169,17 +170,17 @@ def _start_commands(
         return [([str(folder / "torchrun"), *options, *command], {})]
     if backend not in ("process_group", "plain"):
         raise ValueError(f"backend must be mpi, torchrun, process_group or plain, got {backend!r}")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     return [(command, {**shared, "RANK": str(rank)}) for rank in range(world_size)]
 
 
-def _free_port() -> int:
-    """One below those that the system gives to connections, which could take it before rank 0 does."""
-    while True:
+def free_port() -> int:
+    """One below those that the system gives to connections, which could take it before rank 0 does; each given once."""
+    for port in _ports:
         with socket.socket() as probe, suppress(OSError):
-            port = random.randrange(15_000, 30_000)
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("a count has no end")
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,7 @@ def _kill(launch: _Launch) -> None:
 
 
 _forks = RankForks()
+_ports = itertools.count(random.randrange(12_000, 30_000))
 
 
 def _read(path: Path) -> str:
