@@ -46,6 +46,7 @@ class NcclEngine:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._group: _Group | None = None
         self._num_channels = 0
+        self._options = dist.AllToAllOptions()
         self._lock = threading.Lock()  # the watch looks from its own thread
         self._under_way: deque[tuple[dist.Work, float, str]] = deque()
         self._failure: TransportError | None = None
@@ -59,17 +60,19 @@ class NcclEngine:
             raise TransportClosed("another thread closed the channel")
         group = self._group = self._group or self._meet()
         sources, targets = exchange.pieces()
-        stream = torch.cuda.current_stream(exchange.source.device)
+        stream = torch.cuda.current_stream(exchange.source.device.index)
         assert exchange.ready is not None, "only CUDA tensors come here"
         stream.wait_event(exchange.ready)  # recorded by a call that may have been on another stream
         try:
-            work = group.alltoall(targets, sources, dist.AllToAllOptions())
+            work = group.alltoall(targets, sources, self._options)
         except RuntimeError as error:
             raise _translate(error) from error
         exchange.join = _Join(self, work)
         with self._lock:
             self._under_way.append((work, time.monotonic() + self._timeout_s, f"{exchange.operation} #{sequence}"))
-        watch.add(self._look)
+            is_first = len(self._under_way) == 1
+        if is_first:  # or else the watch looks already, and goes on
+            watch.add(self._look)
         return Enqueued()
 
     def split(self, timeout_s: float) -> NcclEngine:
