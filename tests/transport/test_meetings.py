@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from noted_streams import NotedStreams
 
 from freescale.transport import SizeMismatch, TransportTimeout
-from freescale.transport.cuda_streams import HANDLE_BYTES
 from freescale.transport.exchange import Exchange, plan_all_to_all
 from freescale.transport.meetings import RING, Meeting, Meetings, book_bytes
 from freescale.transport.segment import FOLDER, Segment
@@ -20,50 +18,9 @@ from freescale.transport.segment import FOLDER, Segment
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="there is no /dev/shm")
 
 
-class Noted:
-    """Notes what is enqueued, and does nothing."""
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[int, int, int]] = []
-
-    def on_device(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def use(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def adopt(self, exchange: Exchange, sends: bool = True) -> None: ...
-
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        self.copies.append((target, source, size))
-
-    def wait(self, stream: int, address: int, count: int) -> None: ...
-
-    def write(self, stream: int, address: int, count: int) -> None: ...
-
-    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
-        return lambda: None
-
-    def identify(self, address: int) -> tuple[object, int]:
-        return "all", 0
-
-    def export(self, base: int) -> bytes:
-        return bytes(HANDLE_BYTES)
-
-    def open(self, handle: bytes) -> int:
-        return 0
-
-    def register(self, address: int, size: int) -> int:
-        return address
-
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-
 class Rank:
     def __init__(self, rank: int, segment: Segment, first: int, patience_s: float | None) -> None:
-        self.rank, self.streams = rank, Noted()
+        self.rank, self.streams = rank, NotedStreams()
         self.meetings = Meetings(rank, [0, 1], self.streams, segment, 0, segment.data_at, first, patience_s)
         self.exchange = self.plan([1, 3] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [3, 1])
 

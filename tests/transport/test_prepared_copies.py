@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 import torch
-from torch import Tensor
+from noted_streams import NotedStreams
 
 from freescale.transport.copy_engine import CopyEngine
-from freescale.transport.cuda_streams import HANDLE_BYTES, RECEIVE
+from freescale.transport.cuda_streams import RECEIVE
 from freescale.transport.exchange import Exchange, plan_all_to_all
 from freescale.transport.layouts import Layouts
 from freescale.transport.meetings import Meetings, book_bytes
@@ -26,55 +25,11 @@ SLOT_BYTES, DIRECT_FROM = 64, 200
 OUTGOING, INCOMING = 1 << 50, 1 << 51  # no addresses of this process
 
 
-class Noted:
-    """Notes what is enqueued, and does nothing."""
-
-    def __init__(self) -> None:
-        self.todo: list[tuple[object, ...]] = []
-
-    def on_device(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def use(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def adopt(self, exchange: Exchange, sends: bool = True) -> None:
-        self.todo.append(("adopt", sends))
-
-    def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        self.todo.append(("copy", stream, target, source, size))
-
-    def wait(self, stream: int, address: int, count: int) -> None:
-        self.todo.append(("wait", stream, address, count))
-
-    def write(self, stream: int, address: int, count: int) -> None:
-        self.todo.append(("write", stream, address, count))
-
-    def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
-        return lambda: None
-
-    def identify(self, address: int) -> tuple[object, int]:
-        return "all", 0
-
-    def export(self, base: int) -> bytes:
-        return bytes(HANDLE_BYTES)
-
-    def open(self, handle: bytes) -> int:
-        return 0
-
-    def register(self, address: int, size: int) -> int:
-        return address
-
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-
 class Rank:
     """Rank 0 of two of a copy engine; the other never comes."""
 
     def __init__(self, segment: Segment) -> None:
-        self.streams, self.layouts = Noted(), Layouts(0, 2)
+        self.streams, self.layouts = NotedStreams(), Layouts(0, 2)
         self.engine = CopyEngine(0, [0, 1], 600, "peer", 1 << 20, direct_from=DIRECT_FROM, patience_s=0.0)
         place = 0, [0, 1], self.streams, segment, segment.address
         self.engine._windows = Windows(*place, {1: OUTGOING}, {1: INCOMING}, SLOT_BYTES, 8, RECEIVE, 0)
@@ -88,17 +43,14 @@ class Rank:
 
     def enqueue(self, exchange: Exchange) -> list[tuple[object, ...]]:
         """What is copied: stream, bytes, and places within the tensors and within the slots."""
-        self.streams.todo.clear()
+        self.streams.copies.clear()
+        self.streams.streams.clear()
         self.engine._enqueue(exchange, "all_to_all #0")
         source, target = exchange.source.data_ptr(), exchange.target.data_ptr()
         copies: list[tuple[object, ...]] = []
-        for what, *rest in self.streams.todo:
-            if what == "copy":
-                stream, into, out_of, size = (int(str(each)) for each in rest)
-                from_slot, to_slot = out_of >= INCOMING, OUTGOING <= into < INCOMING
-                copies.append(
-                    (stream, size, None if to_slot else into - target, None if from_slot else out_of - source)
-                )
+        for stream, (into, out_of, size) in zip(self.streams.streams, self.streams.copies, strict=True):
+            from_slot, to_slot = out_of >= INCOMING, OUTGOING <= into < INCOMING
+            copies.append((stream, size, None if to_slot else into - target, None if from_slot else out_of - source))
         return copies
 
 
