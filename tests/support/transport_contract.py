@@ -6,6 +6,7 @@ As a script: `python transport_contract.py BACKEND all|late` runs them on the ra
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -81,6 +82,20 @@ def check_the_same_splits_again_move_what_rows_hold_by_then(transport: Transport
             for pending, (_, expected) in zip(under_way, pairs, strict=True):
                 assert same_bytes(pending.wait(), expected), step
             assert same_bytes(gathered.wait(), torch.cat(blocks)), step
+
+
+def check_the_core_is_not_given_away_for_what_is_there_already(transport: Transport) -> None:
+    if transport.world_size > 1:  # a peer may not be there yet
+        return
+    yields: list[None] = []
+    sched_yield, os.sched_yield = os.sched_yield, lambda: yields.append(None)
+    try:
+        for lane in (transport, transport.channel("unchecked", check_sizes=False)):
+            for _ in range(20):
+                assert lane.all_to_all(torch.ones(3), [3], [3]).wait().tolist() == [1, 1, 1]
+    finally:
+        os.sched_yield = sched_yield
+    assert not yields, "on a busy host each may cost a time slice"
 
 
 def check_a_long_wait_leaves_the_core_to_others(transport: Transport) -> None:
