@@ -32,6 +32,6 @@ def test_two_hundred_steps_are_those_of_the_synchronous_order(
         def rank(transport: Transport) -> Trained:
             return train(transport, data, optimizer=optimizer, look=lambda step: step % 40 == 13, **options)
 
-        return run_in_threads(world_size, rank, timeout_s=140)
+        return run_in_threads(world_size, rank, timeout_s=400)
 
     assert_equal(run(), run(ahead=0, synchronous=True))

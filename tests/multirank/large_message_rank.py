@@ -15,7 +15,7 @@ MARK = 1000
 def main(backend: str) -> None:
     if backend == "process_group":
         torch.distributed.init_process_group("gloo")
-    transport = connect(backend, timeout_s=100)
+    transport = connect(backend, timeout_s=300)
     sent = [0, ROWS] if transport.rank == 0 else [100, 0]
     received = [0, 100] if transport.rank == 0 else [ROWS, 0]
     rows = torch.zeros(sum(sent), dtype=torch.int8)

@@ -179,7 +179,7 @@ def connect_fakes(
     network: Network,
     world_size: int,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     chunk_bytes: int = 2**16,
     traces: list[list[ChunkEvent]] | None = None,
 ) -> list[Transport]:

@@ -16,7 +16,7 @@ def run_in_threads(
     world_size: int,
     function: Callable[[Transport], Result],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     transports: list[Transport] | None = None,
 ) -> list[Result]:
     """Call `function(transport)` once per rank, each in a thread of its own, over the `local` backend.

@@ -378,4 +378,5 @@ def test_more_than_2_gib_arrive() -> None:
             assert (out[:100].tolist(), out[-100:].tolist()) == ([1] * 100, [2] * 100)
             assert not out[100:-100].any()
 
-    run_in_threads(2, run, transports=connect_fakes(Network(), 2, timeout_s=50, chunk_bytes=2**23))
+    transports = connect_fakes(Network(), 2, timeout_s=250, chunk_bytes=2**23)
+    run_in_threads(2, run, timeout_s=250, transports=transports)
