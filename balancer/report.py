@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass
 class Traffic:
-    """What moved in one step, summed over samples. Each of shape [world_size], int64.
+    """What moved in one step, summed over samples. Shape [world_size], int64, but for pairs of ranks.
 
     Attributes:
         tokens_before: UIH length of each rank, as loaded.
@@ -25,11 +25,10 @@ class Traffic:
         sent: Bytes that left each rank.
         received: Bytes that came.
         payload: Bytes that each rank loaded.
-        bytes_to: Bytes of what this rank loaded, by their new rank; what stayed is among them.
-        bytes_from: Bytes of what this rank got, by the rank that loaded them; what stayed is among them.
+        pair_bytes: Bytes that this rank loaded, by their new rank, and bytes that it has now, by the rank that loaded
+            them; what stayed is in both. Shape [2, world_size].
         batch_sizes: Samples of each rank after balancing.
-        samples_to: Samples, as `bytes_to`.
-        samples_from: Samples, as `bytes_from`.
+        pair_samples: Samples, as `pair_bytes`.
     """
 
     tokens_before: Int64s
@@ -37,11 +36,9 @@ class Traffic:
     sent: Int64s
     received: Int64s
     payload: Int64s
-    bytes_to: Int64s
-    bytes_from: Int64s
+    pair_bytes: Int64s
     batch_sizes: Int64s
-    samples_to: Int64s
-    samples_from: Int64s
+    pair_samples: Int64s
 
     @classmethod
     def of(
@@ -56,8 +53,9 @@ class Traffic:
         amounts = [lengths, lengths, moved, moved, payload, payload[own], payload[coming]]
         amounts.append(ones(len(owners) + len(to) + len(source)))
         numbered = np.concatenate([place + row * world_size for row, place in enumerate(places)])
-        sums = np.bincount(numbered, np.concatenate(amounts), len(places) * world_size)
-        return cls(*sums.astype(np.int64).reshape(-1, world_size))
+        sums = np.bincount(numbered, np.concatenate(amounts, dtype=np.float64), len(places) * world_size)
+        rows = sums.astype(np.int64).reshape(-1, world_size)
+        return cls(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5:7], rows[7], rows[8:])
 
 
 @dataclass

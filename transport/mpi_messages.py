@@ -83,5 +83,5 @@ class Messages:
 
 
 def _lists(exchange: Exchange) -> tuple[list[int], ...]:
-    sizes_and_starts = exchange.sent_bytes, exchange.sent_at, exchange.received_bytes, exchange.received_at
-    return tuple(each.tolist() for each in sizes_and_starts)
+    sent, received = exchange.sent_bytes.tolist(), exchange.received_bytes.tolist()
+    return sent, exchange.sent_at.tolist(), received, exchange.received_at.tolist()

@@ -40,11 +40,13 @@ _HEADER = Struct("=11qdq")  # of these, seconds_bits being those of a float64
 _ALIKE = slice(1, 6)  # fields in which ranks rarely differ: some must not, others need a closer look then
 _HEADER_WORDS = len(_FIELDS)
 _WORD_OF = {name: word for word, name in enumerate(_FIELDS)}
+_STATE, _BATCH_SIZE, _READS = _WORD_OF["state"], _WORD_OF["batch_size"], _WORD_OF["reads_candidates"]
+_SECONDS_STEP = _WORD_OF["seconds_step"]
 UIH, CANDIDATES, PAYLOAD = range(3)  # words of a sample: UIH length, number of candidates, payload bytes
 _BASE_WORDS = 3  # gathered columns follow
 MAX_BATCH_SIZE = 1 << 20  # of a rank: what one says decides how much memory all take for a message
 _LARGEST = 1 << 48  # of a length, and of the bytes of a sample
-_any, _least, _most = np.logical_or.reduce, np.minimum.reduce, np.maximum.reduce  # without the methods' Python wrappers
+_least, _most = np.minimum.reduce, np.maximum.reduce  # without the methods' Python wrappers
 
 
 class State(IntEnum):
@@ -156,10 +158,7 @@ _LIMITS: Sequence[tuple[str, int, int]] = (
     ("text_bytes", 0, TEXT_BYTES),
     ("schema_bytes", 0, MAX_SCHEMA_BYTES),
 )
-_LOWEST, _HIGHEST = np.full(_HEADER_WORDS, -(2**63)), np.full(_HEADER_WORDS, 2**63 - 1)
-for _name, _low, _high in _LIMITS:
-    _LOWEST[_WORD_OF[_name]], _HIGHEST[_WORD_OF[_name]] = _low, _high
-_SPAN = (_HIGHEST - _LOWEST).view(np.uint64)  # what is below the lowest is, without a sign, far above it
+_WORD_LIMITS = [(_WORD_OF[name], low, high) for name, low, high in _LIMITS]
 
 
 class WorldStep:
@@ -169,6 +168,9 @@ class WorldStep:
         items: Values in each column. Shape [world_size, num_columns].
         all_have_batches: No rank brings anything else.
         are_alike: All ranks are at one step of one epoch with the same options, columns and kind of partitioner.
+        largest_batch: Samples of the rank with the most.
+        somebody_reads_candidates: Some rank's partitioner wants the lengths of candidates.
+        somebody_measured: Some rank has measured a step.
         origin: Rank that loaded each sample. Shape [N].
 
     The fields of the headers are attributes too, each of shape [world_size].
@@ -181,16 +183,20 @@ class WorldStep:
         words = gathered.numpy() if isinstance(gathered, Tensor) else gathered
         self._words = words = words.reshape(world_size, -1)
         self.world_size = world_size
-        header, alike = words[:, :_HEADER_WORDS], words[:, _ALIKE]
         # Those that each step reads; the others when they are asked for.
-        self.state, self.batch_size = header[:, _WORD_OF["state"]], header[:, _WORD_OF["batch_size"]]
-        if _any((header - _LOWEST).view(np.uint64) > _SPAN, axis=None):
-            self._refuse()
+        self.state, self.batch_size = words[:, _STATE], words[:, _BATCH_SIZE]
+        header = words[:, :_HEADER_WORDS]
+        least, most = _least(header).tolist(), _most(header).tolist()
+        for word, low, high in _WORD_LIMITS:
+            if least[word] < low or most[word] > high:
+                self._refuse()
         body = words[:, _HEADER_WORDS + _TEXT_WORDS :]
         self.items = body[:, :num_columns]
         self._samples = body[:, num_columns:].reshape(world_size, -1, _BASE_WORDS + num_gathered)
-        self.all_have_batches = not _any(self.state)
-        self.are_alike = not _any(alike != alike[0], axis=None)
+        self.all_have_batches = most[_STATE] == State.HAS_BATCH
+        self.are_alike: bool = least[_ALIKE] == most[_ALIKE]
+        self._smallest_batch, self.largest_batch = least[_BATCH_SIZE], most[_BATCH_SIZE]
+        self.somebody_reads_candidates, self.somebody_measured = most[_READS] > 0, most[_SECONDS_STEP] >= 0
         self.origin = count_to(world_size).repeat(self.batch_size)
         self._told: Int64s | None = None
 
@@ -245,7 +251,7 @@ class WorldStep:
             return self._told
         width = self._samples.shape[1]
         samples = self._samples.reshape(self.world_size * width, self._samples.shape[2])
-        if _least(self.batch_size) < width:
+        if self._smallest_batch < width:
             present = count_to(width) < self.batch_size[:, None]
             samples = samples[present.reshape(-1)]
         told = samples[:, :_BASE_WORDS]

@@ -34,7 +34,7 @@ _ZEROS = torch.from_numpy(np.zeros(1 << 16, np.uint8))
 _ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MOST_ENTRIES = 2**62
-_FINGERPRINT_BYTES = 2048  # of each section
+_FINGERPRINT_BYTES = 4096  # of all sections: for a checksum of more than 5,120 the interpreter lock is let go
 # Without the methods' Python wrappers.
 _sum, _most, _any, _accumulate = np.add.reduce, np.maximum.reduce, np.logical_or.reduce, np.add.accumulate
 
@@ -74,12 +74,9 @@ class Sections:
             (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
             for s in layout.sections
         ]
-        # Where the bytes of each sample begin, section after section, and how many they are.
-        self._ranges: Int64s = np.empty((2, len(self._at), size), np.int64)
-        starts, self.sizes = self._ranges
-        np.multiply(take_rows(counts, layout.section_rows), layout.entry_bytes, out=self.sizes)
-        _accumulate(self.sizes, axis=1, out=starts)
-        starts += np.array(self._at, np.int64).reshape(-1, 1) - self.sizes
+        self.sizes: Int64s = take_rows(counts, layout.section_rows) * layout.entry_bytes
+        self._starts = _accumulate(self.sizes, axis=1)
+        self._starts += np.array(self._at, np.int64).reshape(-1, 1) - self.sizes
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -92,14 +89,12 @@ class Sections:
     def fingerprint(self) -> int:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
-        sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES)
+        sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES // max(len(self), 1))
         return zlib.crc32(b"".join(map(bytes_at, self._at, sizes.tolist())), checksum)
 
-    def ranges(self, samples: Int64s) -> Int64s:
-        """Addresses, and then sizes, of the bytes of samples. Shape [2, sections, len(samples)]."""
-        num_sections, size = self.sizes.shape
-        taken = take_columns(self._ranges.reshape(2 * num_sections, size), samples)
-        return taken.reshape(2, num_sections, -1) if num_sections else taken.reshape(2, 0, len(samples))
+    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
+        return take_columns(self._starts, samples), take_columns(self.sizes, samples)
 
 
 def _offsets(lengths: Int64s) -> Int64s:
@@ -131,12 +126,13 @@ def pack(sections: Sections, owners: Int64s, rank: int, num_samples: Int64s, siz
     Returns:
         Shape [sizes.sum()], uint8.
     """
-    leaving = owners.argsort(kind="stable")
-    if num_samples[rank]:
-        home = int(_sum(num_samples[:rank]))
-        leaving = np.concatenate([leaving[:home], leaving[home + int(num_samples[rank]) :]])
-    if not len(leaving):
+    staying = int(num_samples[rank])
+    if staying == len(owners):
         return _NOTHING
+    leaving = owners.argsort(kind="stable")
+    if staying:
+        home = int(_sum(num_samples[:rank]))
+        leaving = np.concatenate([leaving[:home], leaving[home + staying :]])
     peers = num_samples.nonzero()[0]
     peers = peers[peers != rank]
     counts = num_samples[peers]
@@ -264,7 +260,9 @@ def _sums(lengths: Int64s, last: Int64s) -> Int64s:
     return upto
 
 
-def _find(counts: Int64s, starts: Int64s, room: Int64s, home: Int64s, layout: Layout, rank: int) -> Int64s:
+def _find(
+    counts: Int64s, starts: Int64s, room: Int64s, home: tuple[Int64s, Int64s], layout: Layout, rank: int
+) -> tuple[Int64s, Int64s]:
     """Find the sections in the messages of all sources, with the samples that stayed home in their place.
 
     Args:
@@ -272,12 +270,12 @@ def _find(counts: Int64s, starts: Int64s, room: Int64s, home: Int64s, layout: La
             [sections, world_size].
         starts: Address of the first section from each source. Shape [world_size].
         room: Bytes from there to the end of the message. Shape [world_size].
-        home: Addresses and sizes of this rank's own samples. Shape [2, sections, n].
+        home: Addresses and sizes of this rank's own samples. Each of shape [sections, n].
         layout: The sections.
         rank: This rank.
 
     Returns:
-        Addresses, and then sizes, of the bytes of each section. Shape [2, sections, ranges].
+        Address and size of the bytes of each section. Each of shape [sections, ranges].
 
     Raises:
         ProtocolError: A message ends before.
@@ -285,11 +283,9 @@ def _find(counts: Int64s, starts: Int64s, room: Int64s, home: Int64s, layout: La
     # Never more than one over the room of any message, so that no sum overflows.
     entries = np.minimum(counts, room // np.maximum(layout.entry_bytes, 1) + 1)
     entries[:, rank] = 0
-    found = np.empty((2, *counts.shape), np.int64)
-    before, sizes = found
-    np.multiply(entries, layout.entry_bytes, out=sizes)
+    sizes = entries * layout.entry_bytes
     padded = (sizes + 7) // 8 * 8
-    np.subtract(_accumulate(padded), padded, out=before)
+    before = _accumulate(padded) - padded
     over = before + sizes > room
     over[:, rank] = False
     if _any(over, axis=None):
@@ -297,7 +293,10 @@ def _find(counts: Int64s, starts: Int64s, room: Int64s, home: Int64s, layout: La
         name = layout.section_names[section]
         raise ProtocolError(f"stage III: {name} of rank {source} is longer than the message that holds it")
     before += starts
-    return np.concatenate([found[..., :rank], home, found[..., rank + 1 :]], axis=2)
+    return (
+        np.concatenate([before[:, :rank], home[0], before[:, rank + 1 :]], axis=1),
+        np.concatenate([sizes[:, :rank], home[1], sizes[:, rank + 1 :]], axis=1),
+    )
 
 
 def _add_inner(levels: Levels, flats: list[torch.Tensor], counted: Int64s, layout: Layout) -> None:

@@ -28,7 +28,7 @@ from .shuffle import NOTE_WORDS, PARTITIONER_FAILED, PLANNED, Shuffle
 from .step import Clock, LocalBatch, Outcome, Posted
 
 Int64s = NDArray[np.int64]
-_any, _most = np.logical_or.reduce, np.maximum.reduce  # without the methods' Python wrappers
+_any = np.logical_or.reduce  # without the method's Python wrapper
 _NO_LENGTHS = torch.empty(0, dtype=torch.int64, device="cpu")
 Stages = Generator[Posted, None, Outcome]
 
@@ -153,7 +153,7 @@ class Protocol:
             self._learn(schemas[speaker])
         if local.schema is not None and knows[self.transport.rank]:
             self._learn(local.schema)
-        self._capacity, self._lengths = int(world.batch_size.max()), None
+        self._capacity, self._lengths = world.largest_batch, None
         return world
 
     def _learn(self, schema: Schema) -> None:
@@ -227,10 +227,9 @@ class Protocol:
             # A view of what the next step overwrites; nothing is kept of it for so long.
             world = WorldStep(self._lengths.gathered, self.transport.world_size, num_columns, num_gathered)
             self._check_agreement(world)
-            largest = int(_most(world.batch_size))
-            if largest <= self._capacity:
+            if world.largest_batch <= self._capacity:
                 return world
-            self._capacity, self._lengths = largest, None
+            self._capacity, self._lengths = world.largest_batch, None
 
     def _check_schemas(self, world: WorldStep) -> None:
         assert self.schema is not None
@@ -257,7 +256,7 @@ class Protocol:
     def _gather_candidates(self, local: LocalBatch, world: WorldStep) -> Generator[Posted, None, Tensor]:
         """Stage II: content lengths of all candidates. Nothing to do when no column is nested or nobody reads them."""
         assert self.schema is not None
-        if not _any(world.reads_candidates) or (name := self._selection.nested_column(self.schema)) is None:
+        if not world.somebody_reads_candidates or (name := self._selection.nested_column(self.schema)) is None:
             return _NO_LENGTHS
         ours = torch.zeros(0, dtype=torch.int64, device="cpu")
         if local.sections is not None and local.has_samples:
@@ -283,9 +282,8 @@ class Protocol:
             self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
-        somebody_measures = bool(_most(world.seconds_step) >= 0)
         # What the partitioner is given it may write into, so what is remembered is a copy.
-        known = self._world_samples(candidate_lengths.clone(), world) if somebody_measures else None
+        known = self._world_samples(candidate_lengths.clone(), world) if world.somebody_measured else None
         shuffle = Shuffle(
             self.transport,
             self.schema,

@@ -92,16 +92,13 @@ class Shuffle:
         told, mine = world.samples, self.owners[own]
         self.traffic = traffic = Traffic.of(rank, size, world.origin, self.owners, told[:, UIH], told[:, PAYLOAD], own)
         self._staying = (mine == rank).nonzero()[0]
-        self._sent, self._received = messages = message_bytes(
-            self._schema,
-            np.array([traffic.bytes_to, traffic.bytes_from]),
-            np.array([traffic.samples_to, traffic.samples_from]),
-        )
+        messages = message_bytes(self._schema, traffic.pair_bytes, traffic.pair_samples)
+        self._sent, self._received = messages
         messages[:, rank] = 0  # what stays is in no message
         self._needed = int(_sum(self._received))
         if self.buffer.shape[0] < self._needed:
             self.buffer = np.empty(self._needed * 5 // 4, np.uint8)
-        self._packed = pack(self._sections, mine, rank, traffic.samples_to, self._sent)
+        self._packed = pack(self._sections, mine, rank, traffic.pair_samples[0], self._sent)
 
     def post(self) -> Pending:
         """Put the messages on their way."""
@@ -114,7 +111,7 @@ class Shuffle:
         return unpack(
             self.buffer[: self._needed],
             self._received,
-            self.traffic.samples_from,
+            self.traffic.pair_samples[1],
             self._sections,
             self._staying,
             self._schema,

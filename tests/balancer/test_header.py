@@ -45,6 +45,10 @@ def test_every_field_is_read_as_it_was_written() -> None:
     assert world.items.tolist() == [[0, 0], [8, 9]]
     assert world.samples.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert world.origin.tolist() == [1, 1]
+    assert (world.largest_batch, world.somebody_reads_candidates, world.somebody_measured) == (2, True, True)
+    nobody = read(LocalStep(0, 0, State.HAS_BATCH, 4), LocalStep(0, 0, State.HAS_BATCH, 4))
+    assert nobody.all_have_batches
+    assert (nobody.largest_batch, nobody.somebody_reads_candidates, nobody.somebody_measured) == (0, False, False)
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "options_digest", "schema_digest", "reads_candidates"])

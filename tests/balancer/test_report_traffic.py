@@ -27,7 +27,7 @@ def test_traffic_is_the_sum_over_the_samples_of_a_plan(world_size: int, seed: in
             assert traffic.sent[peer] == sum(size for o, to, _, size in samples if o == peer != to)
             assert traffic.received[peer] == sum(size for o, to, _, size in samples if to == peer != o)
             assert traffic.batch_sizes[peer] == sum(to == peer for _, to, _, _ in samples)
-            assert traffic.bytes_to[peer] == sum(size for o, to, _, size in samples if (o, to) == (rank, peer))
-            assert traffic.samples_to[peer] == sum((o, to) == (rank, peer) for o, to, _, _ in samples)
-            assert traffic.bytes_from[peer] == sum(size for o, to, _, size in samples if (o, to) == (peer, rank))
-            assert traffic.samples_from[peer] == sum((o, to) == (peer, rank) for o, to, _, _ in samples)
+            to = [size for o, owner, _, size in samples if (o, owner) == (rank, peer)]
+            source = [size for o, owner, _, size in samples if (o, owner) == (peer, rank)]
+            assert traffic.pair_bytes[:, peer].tolist() == [sum(to), sum(source)]
+            assert traffic.pair_samples[:, peer].tolist() == [len(to), len(source)]
