@@ -58,7 +58,7 @@ class BalancedLoader(Generic[T]):
             ones → (counts field, lengths field).
         example: A batch, of any size, for ranks that may never see one. Only for types that describe themselves by a
             class of the user's (dataclasses, NamedTuples).
-        prefetch: Balanced batches to have ready ahead of the trainer.
+        prefetch: Balanced batches to have ready ahead of the trainer, by a thread whose torch operations use one core.
         drop_small: Drop global batches with fewer samples than ranks, instead of giving some ranks empty batches.
         pin_memory: Put balanced batches into pinned memory.
 
@@ -327,6 +327,15 @@ class BalancedLoader(Generic[T]):
         self._teach_partitioner(loaded["partitioner"])
         self._loaded, self._state, self._epoch = loaded, None, loaded["epoch"]
 
+    @property
+    def has_loaded_state(self) -> bool:
+        """Whether a state was loaded, and no batch was taken since."""
+        return self._loaded is not None
+
+    def forget_loaded_state(self) -> None:
+        """Have the next iteration begin anew, though a state may have been loaded for it."""
+        self._loaded = None
+
     def _teach_partitioner(self, learned: Any) -> None:
         if learned is not None and hasattr(self._partitioner, "load_state_dict"):
             self._partitioner.load_state_dict(copy.deepcopy(learned))
@@ -375,7 +384,7 @@ class BalancedIterator(Generic[T]):
             self._worker = None
             self._leave.detach()
             if entry.error is not None:
-                self.loader._loaded = None
+                self.loader.forget_loaded_state()
                 raise entry.error
             self.loader._finished(entry.state)
             raise StopIteration

@@ -51,7 +51,7 @@ class LossScaled(Generic[T]):
         batches = self._loader.with_reports()
         begin = self._loader.running_state
         assert begin is not None
-        if self._ended and self._told and self._ahead and not self._lost and self._loader._loaded is None:
+        if self._ended and self._told and self._ahead and not self._lost and not self._loader.has_loaded_state:
             self._ahead[-1] = begin  # whoever takes batches ahead over the end of an epoch trains on the last ones yet
         else:
             self._begin, self._lost = begin, False
@@ -85,7 +85,7 @@ class LossScaled(Generic[T]):
         Raises:
             ValueError: `trained` was not called after each step; or the loader has no state (see its `state_dict`).
         """
-        if self._loader._loaded is not None:  # since the last batch: what was ahead then does not count any more
+        if self._loader.has_loaded_state:  # since the last batch: what was ahead then does not count any more
             return self._loader.state_dict()
         if self._lost:
             raise ValueError("call trained() after each step: which batch was trained on last is not known otherwise")

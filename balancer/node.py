@@ -67,7 +67,7 @@ class BalancerNode(BaseNode[Any]):
         super().reset(initial_state)
         self._iterator = None
         self.loader.close()
-        self.loader._loaded = None  # of an earlier call: to go on from it was asked for once
+        self.loader.forget_loaded_state()  # of an earlier call: to go on from it was asked for once
         if initial_state is not None:
             self.loader.load_state_dict(initial_state)
         self._iterator = self.loader.start()

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from ..kernels.one_core import use_one_core
 from ..transport import TransportError
 from .batches.batch import JaggedBatch
 from .errors import BalancerError, PeerClosed, PeerFailed, describe
@@ -196,6 +197,7 @@ class Worker:
     # ---- whoever runs the epoch
 
     def _run_to_the_end(self) -> None:
+        use_one_core()  # as the workers of a DataLoader do: this is beside a trainer, which has use for the others
         with self._driving:
             while not self._ended:
                 if self._posted is None:

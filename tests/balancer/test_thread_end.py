@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from types import GeneratorType
 
 import pytest
@@ -50,6 +51,24 @@ def test_tensors_of_planning_are_freed_by_whoever_takes_the_batch() -> None:
     for number in range(1, 5):
         next(iterator)
         assert freed_by == [threading.current_thread().name] * number
+
+
+def test_torch_uses_one_core_in_the_thread_and_as_many_as_before_in_the_trainers() -> None:
+    counts: list[int] = []
+
+    class Counting:
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            counts.append(torch.get_num_threads())
+            yield {"x": torch.ones(2), "length": torch.tensor([3, 5])}
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for _ in balance(Counting(), connect("local"), "length"):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [1]
 
 
 def test_an_error_that_somebody_keeps_does_not_keep_the_users_iterator() -> None:
