@@ -40,18 +40,17 @@ def draw_timelines(
         before, after, loss = figure.subplots(3, 1, height_ratios=(3, 3, 2.2))
         for axes in (before, after, loss):
             axes.grid(visible=False)
-        right = 1e3 * seconds_before[shown].amax(1).sum().item()
+        right, ends = (1e3 * each[shown].amax(1).sum().item() for each in (seconds_before, seconds_after))
         panels = ((before, "As the DataLoader gives the batches", seconds_before), (after, "Balanced", seconds_after))
         for axes, title, seconds in panels:
-            width = 1e3 * seconds[shown].amax(1).sum().item()
             _draw_ranks(axes, 1e3 * seconds[shown], skipped + first)
-            axes.set_xlim(0, 1.12 * max(right, width))
+            axes.set_xlim(0, 1.12 * max(right, ends))  # one scale: a shorter step looks shorter
             axes.set_title(
                 f"{title}: ranks wait {straggler_percentage(seconds):.1f} % of the time "
                 f"({straggler_percentage(seconds[shown]):.1f} % in the steps shown)",
                 fontweight="bold",
             )
-        _mark_saving(after, 1e3 * seconds_after[shown].amax(1).sum().item(), right)
+        _mark_saving(after, ends, right)
         _draw_losses(loss, losses)
         _add_legend(figure)
 

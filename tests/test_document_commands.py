@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from document_blocks import LONG, NAMES, NOT_RUN, Block, blocks_of
+from document_blocks import LONG, NAMES, NOT_RUN, ROOT, Block, blocks_of
 from reader_checkout import make_checkout, run_in_checkout
 
 LIMIT_S, LONG_LIMIT_S = 300, 1500  # seconds of a block; a quiet machine needs 10 at most, and some minutes
@@ -65,6 +65,8 @@ def test_commands_of_a_document_that_take_minutes_run(name: str, tmp_path: Path)
 
 def test_every_block_says_what_it_is_and_code_is_not_passed_off_as_text() -> None:
     assert len(SHELL) > 20
+    fences = [line for name in NAMES for line in re.findall(r"^ *(?:```|~~~).*$", (ROOT / name).read_text(), re.M)]
+    assert len(fences) == 2 * len(BLOCKS), "a fence that is not seen hides its block"
     for block in BLOCKS:
         assert block.language in ("bash", "python", "text"), block
         if block.language != "text":
@@ -122,7 +124,10 @@ def test_blocks_are_found_with_their_marks_and_lines(tmp_path: Path) -> None:
     page.write_text(
         'a\n<!-- not run in CI: needs a GPU -->\n```bash\nx="1"\nrun $x \\\n  more  # why\n```\n```text\nb\n```\n'
     )
-    first, second = blocks_of(page)
+    with page.open("a") as file:
+        file.write("- in a list\n\n  ```bash\n  cat <<'END'\n    more\n  END\n  ```\n")
+    first, second, third = blocks_of(page)
     assert (first.line, first.language, first.mark, first.runs) == (4, "bash", "not run in CI: needs a GPU", False)
     assert first.commands() == ["run 1 more"]
     assert (second.line, second.language, second.runs) == (9, "text", True)
+    assert (third.line, third.code) == (14, "cat <<'END'\n  more\nEND\n")

@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 NOT_RUN, LONG = "not run in CI: ", "run by make test-long: "
-_BLOCK = re.compile(r"(?:^<!-- (?P<mark>.*) -->\n)?^```(?P<language>.*)\n(?P<code>(?:.*\n)*?)^```$", re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?:^ *<!-- (?P<mark>.*) -->\n)?^(?P<indent> *)```(?P<language>.*)\n(?P<code>(?:.*\n)*?)^(?P=indent)```$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,13 @@ def blocks_of(name: str | Path) -> list[Block]:
     """The code blocks of a document, in order."""
     text = (ROOT / name).read_text()
     return [
-        Block(str(name), text[: each.start("code")].count("\n") + 1, each["language"], each["code"], each["mark"] or "")
+        Block(
+            str(name),
+            text[: each.start("code")].count("\n") + 1,
+            each["language"],
+            re.sub(rf"^{each['indent']}", "", each["code"], flags=re.MULTILINE),
+            each["mark"] or "",
+        )
         for each in _BLOCK.finditer(text)
     ]
 
