@@ -26,7 +26,7 @@ from .layouts import Layout
 from .meetings import Meeting, Meetings
 from .watch import watch
 from .windows import Mark, Rounds, Windows
-from .windows_opening import open_windows, put_away
+from .windows_opening import open_windows, put_away, together
 
 Via = Literal["peer", "segment"]
 DIRECT_FROM = 1 << 20  # smaller pieces are sooner there through slots, which takes fewer steps
@@ -45,17 +45,22 @@ def connect_copy_engine(through: Transport, options: CopyOptions, timeout_s: flo
 
     Raises:
         ValueError: `through` is no transport between processes, or the options ask for another backend.
-        Unavailable: No GPU, no cuda-bindings, or too few connections.
+        Unavailable: No GPU, no cuda-bindings, or too few connections, on some rank.
     """
     if not isinstance(through, HostTransport):
         raise ValueError(f"through must be a transport that connects processes, got {type(through).__name__}")
     if options.inside == "staged":
         raise ValueError("copies.inside must be 'peer' or 'segment' for backend 'copy_engine', got 'staged'")
-    check_installation("copy_engine")
-    check_connections()
     lane = through.channel("copy_engine", check_sizes)
     assert isinstance(lane, HostTransport), "a channel is of its parent's kind"
     lane.timeout_s = timeout_s
+    try:
+        with together(lane):  # others would wait for a rank that cannot run it
+            check_installation("copy_engine")
+            check_connections()
+    except TransportError:
+        lane.close()
+        raise
     members = list(range(lane.world_size))
     engine = CopyEngine(lane.rank, members, timeout_s, options.inside, options.window_bytes)
     lane.use_wire(lambda wire: DeviceWire(host_of(wire), engine, lane.rank, lane.world_size, timeout_s))

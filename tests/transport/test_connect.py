@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from freescale.transport import Unavailable, connect, local_group
+from freescale.transport import Transport, Unavailable, connect, copy_engine, local_group
+
+from rank_threads import run_in_threads
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
@@ -120,3 +123,22 @@ def test_a_dataloader_worker_is_no_rank(backend: str) -> None:
     loader = torch.utils.data.DataLoader(Connecting(backend), num_workers=1, timeout=250)
     with pytest.raises(Unavailable, match="a DataLoader worker is no rank"):
         list(loader)
+
+
+def test_a_rank_that_cannot_copy_between_gpus_is_known_to_all_before_any_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(what: str) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise Unavailable(f"{what}: cuda-bindings is not installed")
+
+    monkeypatch.setattr(copy_engine, "check_installation", check)
+    monkeypatch.setattr(copy_engine, "check_connections", lambda: None)
+
+    def run(transport: Transport) -> str:
+        with pytest.raises(Unavailable, match="copy_engine: cuda-bindings is not installed") as caught:
+            connect("copy_engine", through=transport)
+        return str(caught.value)
+
+    found = run_in_threads(2, run, timeout_s=100, transports=local_group(2, timeout_s=600))
+    assert [text.startswith("rank 1: ") for text in found] == [True, False]
