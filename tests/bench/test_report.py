@@ -141,6 +141,16 @@ def test_claims_are_read_from_the_files_of_the_parts(tmp_path: Path) -> None:
     assert said[-1].ours.startswith("not to be read from broken.json")
 
 
+@pytest.mark.parametrize(
+    ("part", "of"), [("kernels", "outcomes"), ("virtual_ranks", "outcomes"), ("transport", "contention")]
+)
+def test_a_part_whose_time_was_over_too_early_says_so(part: str, of: str, tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text(json.dumps({"environment": {"processor": "a CPU"}, of: []}))
+    told = {claim.ours for claim in claims({part: path})}
+    assert told == {NOT_HERE, "too little was measured in the time there was (empty.json)"}
+
+
 def test_measurements_of_two_gpus_are_put_in_words(tmp_path: Path) -> None:
     embedding, steps = tmp_path / "embedding.json", tmp_path / "steps.json"
     embedding.write_text(json.dumps({"found": embedding_records("shared memory", {"sdd": 12.0, "prioritized": 1.25})}))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from document_blocks import blocks_of
 from reader_checkout import make_checkout, run_in_checkout
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -32,6 +33,18 @@ def commands(name: str) -> list[str]:
     return re.findall(r"^    ((?:torchrun|mpiexec) .*)$", said, re.MULTILINE)
 
 
+def once_each() -> list[object]:
+    """All commands; the second of an example, and those that the README's test runs, in `make test-long` alone."""
+    elsewhere = " ".join(command for block in blocks_of("README.md") if block.runs for command in block.commands())
+    found: list[object] = []
+    for index, name in enumerate(EXAMPLES):
+        told = commands(name)
+        for command in told:
+            again = command in elsewhere or command != told[(index + 1) % len(told)]
+            found.append(pytest.param(command, marks=pytest.mark.long) if again else command)
+    return found
+
+
 def test_every_example_is_tested_and_says_how_to_launch_it() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == set(EXAMPLES)
     for name in EXAMPLES:
@@ -48,7 +61,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("command", [command for name in EXAMPLES for command in commands(name)])
+@pytest.mark.parametrize("command", once_each())
 def test_an_example_runs_on_two_ranks(command: str, checkout: Path) -> None:
     done = run_in_checkout(command, checkout, LIMIT_S)
     said = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
