@@ -170,8 +170,9 @@ def _start_commands(
         return [([str(folder / "torchrun"), *options, *command], {})]
     if backend not in ("process_group", "plain"):
         raise ValueError(f"backend must be mpi, torchrun, process_group or plain, got {backend!r}")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    return [(command, {**shared, "RANK": str(rank)}) for rank in range(world_size)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return [(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
 
 
 def free_port() -> int:
