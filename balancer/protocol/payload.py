@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...kernels.host_copy import gather_parts, gather_ranges
 from ..batches.batch import Column, JaggedBatch
 from ..errors import ProtocolError
-from .quiet import address_of, bytes_at, count_to, numbers_of, take_columns, take_rows
+from .quiet import address_of, bytes_at, bytes_of, count_to, numbers_of, take_columns, take_rows
 from .schema import ColumnSchema, Layout, Schema
 
 Int64s = NDArray[np.int64]
@@ -54,7 +54,7 @@ class Sections:
         self.batch, self.layout = batch, schema.layout
         layout, columns, size = schema.layout, batch.columns, batch.batch_size
         counts = np.empty((layout.num_rows, size), np.int64)  # entries of each sample
-        lengths = b"".join([bytes_at(columns[c.name].levels[0].data_ptr(), 8 * size) for c in layout.jagged])
+        lengths = b"".join([bytes_of(columns[c.name].levels[0]) for c in layout.jagged])
         counts[: len(layout.jagged)] = np.frombuffer(lengths, np.int64).reshape(len(layout.jagged), size)
         for row, (column, j) in zip(counts[len(layout.jagged) : -1], layout.nested, strict=True):
             ends = _offsets(numbers_of(columns[column.name].levels[1]))[_offsets(counts[j])]
@@ -66,14 +66,10 @@ class Sections:
         self.heads[:, : len(layout.counted)] = counts[:-1].T
         for column, field in layout.narrow:
             if field:
-                values = columns[column.name].values
                 records = self.heads.view(layout.record)
-                records[field][:, 0] = np.frombuffer(bytes_at(values.data_ptr(), values.nbytes), column.item)
+                records[field][:, 0] = np.frombuffer(bytes_of(columns[column.name].values), column.item)
         self.items: Int64s = _sum(counts, axis=1)[layout.column_rows]
-        self._at = [
-            (columns[s.column.name].levels[1] if s.is_inner else columns[s.column.name].values).data_ptr() or _ZEROS_AT
-            for s in layout.sections
-        ]
+        self._at = [_begin(s.column.name, columns[s.column.name], s.is_inner) for s in layout.sections]
         self.sizes: Int64s = take_rows(counts, layout.section_rows) * layout.entry_bytes
         self._starts = _accumulate(self.sizes, axis=1)
         self._starts += np.array(self._at, np.int64).reshape(-1, 1) - self.sizes
@@ -95,6 +91,18 @@ class Sections:
     def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
         return take_columns(self._starts, samples), take_columns(self.sizes, samples)
+
+
+def _begin(name: str, column: Column, is_inner: bool) -> int:
+    """Where the values of a column begin, or its inner lengths."""
+    tensor = column.levels[1] if is_inner else column.values
+    at = tensor.data_ptr()
+    if not at and tensor.numel():
+        raise ValueError(
+            f"column {name!r} is of type {type(tensor).__name__}, which wraps other tensors and has no memory of its own: "
+            "give the tensor that it wraps"
+        )
+    return at or _ZEROS_AT
 
 
 def _offsets(lengths: Int64s) -> Int64s:

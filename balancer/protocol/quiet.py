@@ -37,8 +37,18 @@ def address_of(array: NDArray[Any]) -> int:
 def numbers_of(tensor: Tensor) -> Int64s:
     """A copy of an integer tensor of one dimension in host memory, without torch's dispatcher. Not to be written to."""
     if tensor.dtype is torch.int64 and tensor.is_cpu and tensor.is_contiguous():
-        return np.frombuffer(bytes_at(tensor.data_ptr(), tensor.nbytes), np.int64)
+        return np.frombuffer(bytes_of(tensor), np.int64)
     return tensor.numpy().astype(np.int64)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor in host memory.
+
+    A tensor that wraps others, as the result of a functional collective does, has no memory of its own and says that
+    it begins at 0: torch knows where the numbers are, or says that it does not.
+    """
+    at, size = tensor.data_ptr(), tensor.nbytes
+    return bytes_at(at, size) if at or not size else tensor.numpy().tobytes()
 
 
 def ones(n: int) -> Int64s:

@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from freescale.balancer import Column, JaggedBatch, ProtocolError
 from freescale.balancer.protocol.payload import Sections, message_bytes, pack, unpack
+from freescale.balancer.protocol.quiet import numbers_of
 from freescale.balancer.protocol.schema import Schema
 
 DTYPES = [torch.int64, torch.int8, torch.bool, torch.bfloat16, torch.float16, torch.float64, torch.uint8]
@@ -154,3 +156,26 @@ def test_inner_lengths_that_do_not_add_up_to_what_the_heads_say_are_an_error() -
             message.numpy(), np.array([size[0], 0]), np.array([2, 0]), Sections(schema.empty_batch(), schema),
             np.zeros(0, np.int64), schema, 1,
         )  # fmt: skip
+
+
+def later(numbers: list[int]) -> torch.Tensor:
+    """What a functional collective gives: a tensor that wraps the one with the numbers."""
+    wrapper: torch.Tensor = AsyncCollectiveTensor(torch.tensor(numbers))
+    assert wrapper.data_ptr() == 0
+    return wrapper
+
+
+def test_lengths_and_single_values_of_a_tensor_that_wraps_another_are_read_from_there() -> None:
+    batch = JaggedBatch({"id": Column(later([7, 8])), "items": Column(torch.arange(3), (later([1, 2]),))})
+    (same,) = shuffle([batch], [np.zeros(2, np.int64)])
+    assert samples_of(same) == [[7, [0]], [8, [1, 2]]]
+    assert numbers_of(later([5, 6])).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 2]])
+def test_values_that_are_packed_from_where_they_lie_must_lie_somewhere(lengths: list[int] | None) -> None:
+    levels = () if lengths is None else (torch.tensor(lengths),)
+    values = later([1, 2, 3]) if lengths else AsyncCollectiveTensor(torch.zeros(2, 300))
+    batch = JaggedBatch({"items": Column(values, levels)})
+    with pytest.raises(ValueError, match="column 'items' is of type AsyncCollectiveTensor, which wraps other tensors"):
+        shuffle([batch], [np.zeros(2, np.int64)])
