@@ -99,8 +99,8 @@ def _begin(name: str, column: Column, is_inner: bool) -> int:
     at = tensor.data_ptr()
     if not at and tensor.numel():
         raise ValueError(
-            f"column {name!r} is of type {type(tensor).__name__}, which wraps other tensors and has no memory of its own: "
-            "give the tensor that it wraps"
+            f"column {name!r} is of type {type(tensor).__name__}, which wraps other tensors and has no memory of its "
+            "own: give the tensor that it wraps"
         )
     return at or _ZEROS_AT
 
