@@ -61,10 +61,12 @@ def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: 
 
 def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int) -> list[Tensor]:
     """CPU path of the gradient of `dispatch_ranges`: a plain copy unless ranges overlap."""
-    sizes = integers(lengths)
-    places = _ascending(integers(starts), sizes)
+    first, sizes = integers(starts), integers(lengths)
+    ends = ends_of(sizes, values[0].shape[0])
+    ends_of_ranges(first, sizes, size, "size", known=True)
+    places = _ascending(first, sizes)
     if _first_overlap(places) is None:
-        return _scatter(values, lengths, sizes.cumsum(), places, size)
+        return _scatter(values, lengths, ends, places, size)
     return [reference.sum_ranges(tensor, starts, lengths, size) for tensor in values]
 
 
@@ -82,7 +84,7 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
         turned = sizes.take(rows)
         moved, permuted = _gather(values, (ends - sizes).take(rows), turned, count), torch.from_numpy(turned)
     if permuted is None:
-        return moved, lengths.t().contiguous()
+        return moved, lengths.t().clone(memory_format=torch.contiguous_format)  # of one row, a view would do for torch
     return moved, permuted.to(lengths.dtype).view(num_samples, num_keys)
 
 

@@ -14,6 +14,7 @@ from freescale.kernels import (
     dispatch_ranges,
     host_fbgemm,
     host_jagged,
+    ops,
     permute_jagged,
     reference,
     transpose_keyed,
@@ -189,3 +190,18 @@ def test_lengths_of_32_bits_may_add_up_to_more(tmp_path: Path) -> None:
     assert moved.tolist() == [*range(24, 32), *range(8)]
     assert told.dtype == torch.int32
     assert told.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (50, 1)], ids=str)
+@pytest.mark.parametrize("values", [torch.zeros(50, 2), torch.zeros(50, dtype=torch.float64), torch.zeros(50).long()])
+def test_transposed_lengths_are_not_those_that_were_given(shape: tuple[int, int], values: torch.Tensor) -> None:
+    lengths = torch.ones(shape, dtype=torch.int64)
+    transpose_keyed(values, lengths)[1].add_(1)
+    assert torch.equal(lengths, torch.ones(shape, dtype=torch.int64))
+
+
+def test_sums_of_pieces_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths must add up to the rows of values \(6\), got 50000000"):
+        ops.sum_ranges([torch.arange(6)], torch.tensor([0]), torch.tensor([50_000_000]), 6)
+    with pytest.raises(ValueError, match=r"within size \(6\), got \[3, 9\)"):
+        ops.sum_ranges([torch.arange(6)], torch.tensor([3]), torch.tensor([6]), 6)
