@@ -60,7 +60,7 @@ def _claim(figure: str, paper: str, path: Path | None, read: Callable[[Found], s
         return Claim(figure, paper, NOT_HERE)
     try:
         return Claim(figure, paper, read(json.loads(path.read_text())), simulated)
-    except (OSError, json.JSONDecodeError, KeyError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         return Claim(figure, paper, f"not to be read from {path.name}: {type(error).__name__} {error}")
     except (ValueError, IndexError, StopIteration):  # of an empty list: its time was over before
         return Claim(figure, paper, f"too little was measured in the time there was ({path.name})")

@@ -40,7 +40,7 @@ def _make_environment(venv: Path) -> None:
         if (Path(sys.prefix) / name).is_dir():
             (venv / name).symlink_to(Path(sys.prefix) / name)
     for path in Path(sys.executable).parent.iterdir():
-        if not (venv / "bin" / path.name).exists():
+        if path.is_file() and not (venv / "bin" / path.name).exists():
             _take_program(path, venv / "bin")
 
 
