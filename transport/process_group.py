@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 import time
@@ -79,7 +80,8 @@ def connect_process_group(group: dist.ProcessGroup | None, timeout_s: float, che
     store.set_timeout(timedelta(seconds=timeout_s))
     prefix = f"freescale/{hashlib.sha256(repr(members).encode()).hexdigest()}"
     number = _num_connected[prefix] = _num_connected.get(prefix, 0) + 1
-    words = LastWords(store, f"{prefix}/{number}/failed", rank)
+    # By a connection of its own, for when a thread waits in the other.
+    words = LastWords(store.clone(), f"{prefix}/{number}/failed", rank)
     presence = Presence(store, f"{prefix}/{number}", rank, len(members))
     turns = Turns(store, rank, len(members), words.heard)
     place = _Place(store, f"{prefix}/{number}", rank, len(members), words, presence, turns, Roll(None, [rank], rank))
@@ -151,8 +153,8 @@ class _Place:
         deadline = time.monotonic() + timeout_s
         making.join(min(_LOOK_S, timeout_s))
         while making.is_alive():
-            if gone := self.presence.gone():  # not over the store: the thread may wait in it
-                raise TransportError(f"gone: ranks {gone}, while channels were being made")
+            if self.presence.gone() and (said := self._find_out(0.0)) is not None:
+                raise TransportError(f"{said}, while channels were being made")
             if time.monotonic() > deadline:
                 raise TransportTimeout(
                     f"rank {self.rank} of {self.world_size} waited {timeout_s:g} s for gloo to connect the ranks, "
@@ -166,6 +168,8 @@ class _Place:
     def forget(self) -> None:
         """Take away what this rank wrote into the store to make its groups, when all ranks have made theirs."""
         self.turns.forget(self.prefix)
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
+            return  # gloo will connect when a group is used
         with suppress(RuntimeError):  # a store that is gone, or cannot do this
             for purpose in _PURPOSES:
                 self.store.delete_key(f"{self.prefix}/{purpose}/{_GLOO_KEY.format(rank=self.rank)}")

@@ -302,8 +302,10 @@ def together(lane: HostTransport) -> Iterator[None]:
         failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
     texts = gather_bytes(lane, text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
+    if isinstance(failure, TransportError):
+        raise failure
     if failure is not None:
-        raise failure if isinstance(failure, TransportError) else TransportError(text) from failure
+        raise TransportError(text) from failure
     for peer, said in enumerate(texts):
         if said:
             _raise_for(peer, said.decode(errors="replace"))
