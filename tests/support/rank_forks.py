@@ -84,7 +84,8 @@ class RankForks:
         wanted = {"command": command, "environment": dict(environment), "stem": str(stem), "folder": os.getcwd()}
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+                one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+                variables = {**os.environ, **one, "PYTHONFAULTHANDLER": "1"}
                 self._process = subprocess.Popen(
                     [sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=variables, start_new_session=True
                 )
