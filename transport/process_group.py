@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.utils.data import get_worker_info
 
 from .device_wire import DeviceWire
@@ -289,9 +291,10 @@ class _GlooTicket:
             # Gloo wants the pieces one after the other, this rank's own included: a gathered block is repeated.
             source = torch.cat(exchange.pieces()[0])
         try:
-            self.work = group.alltoall_base(
-                target, source, received_bytes.tolist(), sent_bytes.tolist(), dist.AllToAllOptions()
-            )
+            with _unprofiled():
+                self.work = group.alltoall_base(
+                    target, source, received_bytes.tolist(), sent_bytes.tolist(), dist.AllToAllOptions()
+                )
         except RuntimeError as error:
             raise self._place.translate(error) from error
         self._number = column.begin()
@@ -324,6 +327,22 @@ class _GlooTicket:
     def missing(self) -> list[int] | None:
         """See `Ticket.missing`. Gloo does not tell; what ranks of this host have counted does."""
         return self._column.missing(self._number)
+
+
+@contextmanager
+def _unprofiled() -> Iterator[None]:
+    """Keep a profiler of this thread from noting what gloo does.
+
+    Gloo's threads say when it ended, to a profiler that may have been stopped by then: the memory is another's.
+    """
+    if not profiler._is_profiler_enabled:
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def _drop_what_is_done() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,33 @@ def test_a_group_of_no_ranks_is_refused(world_size: Any) -> None:
 def test_a_process_group_must_be_initialised() -> None:
     with pytest.raises(Unavailable, match=r"call torch\.distributed\.init_process_group"):
         connect("process_group")
+
+
+PROFILED = """
+import sys, torch, torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+from freescale.transport import connect
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+lane = connect("process_group", timeout_s=100)
+with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with record_function("ours"):
+        lane.all_gather(torch.zeros(3)).wait()
+    torch.ones(3).sum()
+print(*sorted({event.name for event in trace.events()}), sep="\\n")
+"""
+
+
+def test_a_profiler_hears_nothing_from_gloo_whose_threads_would_tell_it_when_it_has_been_stopped(
+    tmp_path: Path,
+) -> None:
+    """They did, and wrote into memory that was no longer the profiler's."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILED, f"file://{tmp_path / 'store'}"], capture_output=True, text=True, timeout=250
+    )
+    names = done.stdout.splitlines()
+    assert {"ours", "aten::sum"} <= set(names), done.stderr
+    assert not [name for name in names if "gloo" in name]
 
 
 def test_importing_the_transports_does_not_import_mpi() -> None:
