@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m freescale.bench.synthetic data.parquet",
     )
     add = parser.add_argument
-    add("file", type=output_file, metavar="FILE", help="to write; one that is there is replaced")
+    add("file", type=output_file, metavar="FILE", help="to write; one that is there stays as it is")
+    add("--replace", action="store_true", help="write it also where there is one")
     add("--rows", type=at_least_one, default=4096, metavar="N", help="users, one a row (default 4096)")
     add("--row-groups", type=at_least_one, default=16, metavar="N", help="what one rank reads at once (default 16)")
     add("--length-scale", type=over_zero, default=1 / 16, metavar="X", help="times the paper's lengths (default 1/16)")
@@ -59,6 +60,9 @@ def _write(options: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"--row-groups must be at most --rows, got {options.row_groups} and {options.rows}")
     if options.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    if options.file.exists() and not options.replace:
+        console.print(f"{options.file} is there already and stays as it is; --replace writes another", markup=False)
+        return
     with progress(console, "drawing histories", options.row_groups) as advance:
         write_synthetic(
             options.file, options.rows, options.row_groups, options.seed, options.length_scale, lambda _: advance()

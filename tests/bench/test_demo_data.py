@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from freescale.balancer import sparsity
+from freescale.bench import synthetic
 from freescale.bench.roles import infer_roles
 from freescale.bench.synthetic import NUM_TOPICS, lognormal_lengths, write_synthetic
 
@@ -135,3 +136,14 @@ def test_the_taken_candidate_shares_the_topic_of_the_history(tmp_path: Path) -> 
     write_synthetic(again, 300, 4, seed=3, length_scale=0.01)
     assert pq.read_table(again).equals(table)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again.parquet", "synthetic.parquet"]
+
+
+def test_a_file_that_is_there_is_somebodys_data_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"months of clicks")
+    few = ["--rows", "8", "--row-groups", "2"]
+    assert synthetic.main([str(path), *few]) == 0
+    assert path.read_bytes() == b"months of clicks"
+    assert "is there already and stays as it is" in capsys.readouterr().out
+    assert synthetic.main([str(path), *few, "--replace"]) == 0
+    assert pq.read_metadata(path).num_rows == 8
