@@ -30,17 +30,7 @@ class Messages:
         from mpi4py import MPI
 
         self.error_type = MPI.Exception
-        self._byte, self._view, self._in_place = MPI.BYTE, MPI.buffer.fromaddress, MPI.IN_PLACE
-
-    def describe_gather(self, exchange: Exchange) -> tuple[object, Spec]:
-        """Describe an exchange to Iallgatherv. This rank's own piece is in its place already."""
-        target, layout = exchange.target, exchange.layout
-        assert layout is not None, "only trusted sizes are gathered, which nobody changes"
-        if layout.lists is None:
-            counts = exchange.received_bytes.copy()
-            counts[exchange.rank] = exchange.kept_bytes
-            layout.lists = counts.tolist(), exchange.received_at.tolist()
-        return self._in_place, [self._view(target.data_ptr(), target.nbytes), *layout.lists, self._byte]
+        self._byte, self._view = MPI.BYTE, MPI.buffer.fromaddress
 
     def describe(self, exchange: Exchange) -> tuple[tuple[Spec, Spec], list[MPI.Datatype]]:
         """Describe an exchange to Ialltoallw; makes datatypes only for what C ints cannot describe."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from .errors import TransportError
 from .exchange import Exchange
@@ -23,16 +23,13 @@ _AWAKE_S = 0.0005
 _FAST_BYTES_PER_S, _SLOW_BYTES_PER_S = 8e9, 1e9
 _LOOKS = 16  # one after the other, a few microseconds
 
-Shape = Literal["pieces", "gather", "again"]
-"""How a collective is posted: as an Ialltoallw, as an Iallgatherv, or as one that was described before."""
-
 
 class MpiTicket:
     """One non-blocking collective. MPI's own wait spins and has no deadline, so this one tests and naps.
 
     Args:
         exchange: What is exchanged.
-        shape: How it is posted; on all ranks alike.
+        again: Whether the same exchange is begun again and again, so that it is described once.
         messages: Describes it to MPI.
         communicator: Where.
         parting: Tells of peers that failed.
@@ -42,7 +39,7 @@ class MpiTicket:
     def __init__(
         self,
         exchange: Exchange,
-        shape: Shape,
+        again: bool,
         messages: Messages,
         communicator: MPI.Intracomm,
         parting: Parting,
@@ -52,7 +49,7 @@ class MpiTicket:
         self._exchange = exchange
         self._datatypes: list[MPI.Datatype] = []
         try:
-            self._request = self._gather(communicator) if shape == "gather" else self._trade(communicator, shape)
+            self._request = self._post(communicator, again)
         except messages.error_type as error:
             raise translate(error) from error
         self._number = column.begin()
@@ -62,20 +59,14 @@ class MpiTicket:
         # MPI works on this memory until it is done, whatever becomes of us.
         self._keep = Kept(self._request, exchange)
 
-    def _trade(self, communicator: MPI.Intracomm, shape: Shape) -> MPI.Request:
+    def _post(self, communicator: MPI.Intracomm, again: bool) -> MPI.Request:
         exchange = self._exchange
-        if shape == "again" and exchange.prepared is not None:
+        if exchange.prepared is not None:
             return communicator.Ialltoallw(*exchange.prepared)
         (sent, received), self._datatypes = self._messages.describe(exchange)
-        if shape == "again":
+        if again and not self._datatypes:  # those made for large pieces are freed afterwards
             exchange.prepared = sent, received
         return communicator.Ialltoallw(sent, received)
-
-    def _gather(self, communicator: MPI.Intracomm) -> MPI.Request:
-        exchange = self._exchange
-        if exchange.prepared is None:
-            exchange.prepared = self._messages.describe_gather(exchange)
-        return communicator.Iallgatherv(*exchange.prepared)
 
     def poll(self) -> bool:
         """See `Ticket.poll`."""
@@ -143,8 +134,8 @@ class MpiTicket:
     ) -> bool:
         """Look between naps.
 
-        They are short until the message is overdue, as MPI moves bytes while it is looked at. Then they grow, to the
-        longest or to a share of a long wait.
+        They are as short as the first until the message is overdue, as MPI moves bytes while it is looked at. Then they
+        grow, to the longest or to a share of a long wait. A thread beside the trainer's expects none.
         """
         nap_s, longest_s, share = naps
         while waited_s < seconds:
