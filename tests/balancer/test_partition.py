@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -294,22 +293,6 @@ def test_partitioners_without_a_learning_cost_have_no_state() -> None:
     greedy_batch_size.load_state_dict({})
     with pytest.raises(ValueError, match="keeps a state"):
         greedy_batch_size.load_state_dict({"x": 1})
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """Python and C functions called: what a loop over samples or ranks would multiply."""
-    calls = 0
-
-    def count(_: FrameType, event: str, __: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("name", ["fixed", "greedy", "home"])

@@ -1,13 +1,13 @@
 """A rank in trouble is an error on every rank, within the deadline; ranks are real processes."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from balancer_faults import TIMEOUT_S
-from launched_ahead import Case, cases, cases_of, launched_ahead
+from launched_ahead import Case, cases, launches
 from rank_processes import Launched, launch
 
 SCRIPT = Path(__file__).parents[1] / "support" / "balancer_faults.py"
@@ -33,10 +33,7 @@ def run(backend: str, trouble: str) -> Launched:
     return done
 
 
-@pytest.fixture(scope="module")
-def result_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Launched]]:
-    with launched_ahead(run, cases_of(request)) as result:
-        yield result
+result_of = launches(run)
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import device_contract
-from launched_ahead import Case, cases, cases_of, launched_ahead
+from launched_ahead import Case, cases, launches
 from rank_processes import Launched, launch, support_path
 
 pytestmark = pytest.mark.multirank
@@ -22,10 +22,7 @@ def run(engine: str, how: str) -> Launched:
     return done
 
 
-@pytest.fixture(scope="module")
-def result_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Launched]]:
-    with launched_ahead(run, cases_of(request)) as result:
-        yield result
+result_of = launches(run)
 
 
 @pytest.fixture

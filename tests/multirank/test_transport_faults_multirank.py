@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launched_ahead import Case, cases, cases_of, launched_ahead
+from launched_ahead import Case, cases, launches
 from rank_processes import Launched, launch
 
 pytestmark = pytest.mark.multirank
@@ -33,10 +33,7 @@ def fail(backend: str, how: str) -> Launched:
     return done
 
 
-@pytest.fixture(scope="module")
-def result_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Launched]]:
-    with launched_ahead(fail, cases_of(request)) as result:
-        yield result
+result_of = launches(fail)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,18 +14,25 @@ AT_ONCE = 3
 Case = tuple[str, ...]
 
 
-@contextmanager
-def launched_ahead(start: Callable[..., Launched], cases: Sequence[Case]) -> Iterator[Callable[[Case], Launched]]:
-    """Call `start(*case)` for each case, in order. Gives a function that waits for one, and raises what it raised."""
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        begun = {case: pool.submit(start, *case) for case in cases}
-        yield lambda case: begun[case].result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+def launches(start: Callable[..., Launched]) -> Any:
+    """A fixture that calls `start(*case)` for each case of a file, in order.
+
+    It gives a function that waits for one, and raises what it raised.
+    """
+
+    @pytest.fixture(scope="module")
+    def result_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Launched]]:
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
+            begun = {case: pool.submit(start, *case) for case in _cases_of(request)}
+            yield lambda case: begun[case].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return result_of
 
 
-def cases_of(request: pytest.FixtureRequest) -> list[Case]:
+def _cases_of(request: pytest.FixtureRequest) -> list[Case]:
     """Values of the parameter `case` of all tests of this file that are to run, each once."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params for item in items if hasattr(item, "callspec")]

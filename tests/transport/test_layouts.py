@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
 
-from freescale.transport import Transport, local_group
+from freescale.transport import local_group
 from freescale.transport.agreement import OPERATION, SEQUENCE, Comparison
 from freescale.transport.errors import SizeMismatch, TransportError
 from freescale.transport.exchange import Exchange, plan_all_gather, plan_all_to_all
@@ -118,27 +118,14 @@ def test_rows_of_another_width_are_no_matter_where_none_are_exchanged() -> None:
     assert comparison.outcome(exchange) is None
 
 
-def count_calls(transport: Transport, rows: torch.Tensor, out: torch.Tensor) -> int:
-    """How many functions, Python's and C's, are called for an exchange of one rank alone."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        transport.all_to_all(rows, [4], [4], out).wait()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def test_an_exchange_that_comes_again_takes_fewer_calls() -> None:
     """What an exchange costs whatever its size is the number of calls: they decide below some MiB."""
     (alone,) = local_group(1)
     rows, out = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    counts = [count_calls(alone, rows + step, out) for step in range(3)]
+
+    def exchange(rows: torch.Tensor) -> None:
+        alone.all_to_all(rows, [4], [4], out).wait()
+
+    counts = [calls_of(partial(exchange, rows + step)) for step in range(3)]
     assert out.tolist() == [2, 3, 4, 5]
     assert counts[1] == counts[2] < counts[0]

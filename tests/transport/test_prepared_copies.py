@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from functools import partial
 
 import pytest
 import torch
+from calls import calls_of
 from noted_streams import NotedStreams
 
 from freescale.transport.copy_engine import CopyEngine
@@ -94,19 +94,8 @@ def test_ever_new_splits_are_not_all_remembered(rank: Rank) -> None:
 def test_splits_that_come_again_take_fewer_calls(rank: Rank) -> None:
     counts: list[int] = []
     for _ in range(3):
-        exchange, count = rank.plan([3, 30], [3, 30]), 0
-
-        def note(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        before = sys.getprofile()
-        sys.setprofile(note)
-        try:
-            rank.engine._enqueue(exchange, "all_to_all #0")
-        finally:
-            sys.setprofile(before)
-        counts.append(count)
+        exchange = rank.plan([3, 30], [3, 30])
+        counts.append(calls_of(partial(rank.engine._enqueue, exchange, "all_to_all #0")))
     assert counts[1] == counts[2] < counts[0]
 
 
