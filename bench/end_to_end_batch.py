@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -35,39 +36,26 @@ class Batch(Pipelineable):  # type: ignore[misc]  # torchrec is not checked
     longest: int
     scale: float
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+    on_device: ClassVar[tuple[str, ...]] = ("ids", "starts", "labels")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Copy to a device."""
-        moved = [each.to(device, non_blocking=non_blocking) for each in (self.ids, self.starts, self.labels)]
-        return Batch(*moved, self.longest, self.scale)
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in self.on_device})
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until a stream is done with it."""
-        for each in (self.ids, self.starts, self.labels):
-            each.record_stream(stream)
+        for name in self.on_device:
+            getattr(self, name).record_stream(stream)
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Copy to pinned memory; what is there stays."""
-        pinned = [each.pin_memory() for each in (self.ids, self.starts, self.labels)]
-        return Batch(*pinned, self.longest, self.scale)
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in self.on_device})
 
 
 class IdsOnHost(Batch):
     """A batch whose ids stay in host memory, where prioritized tables read them: two copies and a check less a step."""
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> IdsOnHost:
-        """See `Batch.to`."""
-        moved = [each.to(device, non_blocking=non_blocking) for each in (self.starts, self.labels)]
-        return IdsOnHost(self.ids, *moved, self.longest, self.scale)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """See `Batch.record_stream`."""
-        for each in (self.starts, self.labels):
-            each.record_stream(stream)
-
-    def pin_memory(self) -> IdsOnHost:
-        """See `Batch.pin_memory`."""
-        pinned = [each.pin_memory() for each in (self.starts, self.labels)]
-        return IdsOnHost(self.ids, *pinned, self.longest, self.scale)
+    on_device = ("starts", "labels")
 
     @classmethod
     def of(cls, batch: Batch) -> IdsOnHost:

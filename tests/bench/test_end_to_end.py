@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from freescale.bench import end_to_end
+from freescale.bench.embedding_contenders import data_parallel
 from freescale.bench.embedding_workload import Workload
-from freescale.bench.end_to_end_batch import HISTORY, batch_of, make_ring
+from freescale.bench.end_to_end_batch import HISTORY, IdsOnHost, batch_of, make_ring
 from freescale.bench.end_to_end_plot import draw, parts
 from freescale.bench.end_to_end_report import rows, tables, verdicts
 from freescale.bench.end_to_end_settings import CONTENDERS, Cell
@@ -81,6 +83,42 @@ def test_rings_deal_each_global_batch_once_and_scales_make_means_global() -> Non
         assert float(sum(means) / 3) == pytest.approx(float(overall))
     lengths = [[len(ring.steps[step][HISTORY].values) for step in range(4)] for ring in rings]
     assert len({tuple(each) for each in lengths}) == 3, "ranks are uneven"
+
+
+def test_ids_that_stay_in_host_memory_stay_there_while_the_rest_is_moved() -> None:
+    ring = make_ring(Workload(50, 0.1, 1, 12, 400, median=30.0), 2, 0, 1, pinned=False)
+    batch = batch_of(ring.steps[0], ring.global_ids[0], 1)
+    moved, kept = batch.to(torch.device("meta")), IdsOnHost.of(batch).to(torch.device("meta"))
+    assert moved.ids.values().is_meta
+    assert moved.starts.is_meta
+    assert isinstance(kept, IdsOnHost)
+    assert kept.ids is batch.ids
+    assert kept.starts.is_meta
+    assert kept.labels.is_meta
+    assert (kept.longest, kept.scale) == (batch.longest, batch.scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers.*:FutureWarning")  # TorchRec gives it too
+def test_the_dense_part_is_reduced_in_one_piece(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        tower = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))  # 3 MiB
+        model, reduced = data_parallel(tower), []
+
+        def note(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            reduced.append(bucket.buffer().numel())
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        note.__annotations__.clear()  # torch compares them, and here they are strings
+        model.register_comm_hook(None, note)
+        for _ in range(3):
+            model(torch.ones(2, 512)).sum().backward()
+        assert reduced == [sum(weights.numel() for weights in tower.parameters())] * 3
+    finally:
+        dist.destroy_process_group()
 
 
 def _found(
