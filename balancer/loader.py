@@ -223,6 +223,7 @@ class BalancedLoader(Generic[T]):
             self._adapter = adapter_for(batch, jagged=self._jagged)
             self._schema = None
         columns = self._adapter.flatten(batch)
+        # Memory is read by its address from here on. What `flatten` gives back as it is was looked at by the adapter.
         if self._schema is None or not (columns is batch or all(c.values.is_cpu for c in columns.columns.values())):
             self._selection.check(columns)
         if self._schema is None:

@@ -92,9 +92,8 @@ class WorldSamples:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         if self.rank.shape[0] != n:
             raise ValueError(f"rank must have one entry a sample, got {len(self.rank)} for {n} samples")
-        optional = self.num_candidates, self.payload_bytes, self.seconds, self.seconds_step
-        for name, tensor, entries in zip(_OPTIONAL, optional, (n, n, self.world_size, self.world_size), strict=True):
-            given = tensor.shape[0]
+        for name, entries in zip(_OPTIONAL, (n, n, self.world_size, self.world_size), strict=True):
+            given = getattr(self, name).shape[0]
             if given == entries:
                 continue
             if given:

@@ -19,9 +19,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from torch.autograd import profiler
-
 from ..kernels.one_core import use_one_core
+from ..kernels.traced import traced
 from ..transport import TransportError
 from .batches.batch import JaggedBatch
 from .errors import BalancerError, PeerClosed, PeerFailed, describe
@@ -211,10 +210,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Go on to the next point where messages are on the way, or between two steps."""
-        if not profiler._is_profiler_enabled:  # a range costs as much as some stages do
-            self._posted = next(self._run, None)
-            return
-        with profiler.record_function(f"freescale.balancer {self._posted.stage if self._posted else 'load'}"):
+        with traced(f"freescale.balancer {self._posted.stage if self._posted else 'load'}"):
             self._posted = next(self._run, None)
 
     def _epoch_steps(self) -> Generator[Posted | None, None, None]:

@@ -193,7 +193,8 @@ class StreamLane(Lane):
             tensor.record_stream(self.stream)
         for upload in uploads:
             upload.use(self.stream)
-        if isinstance(after, _StreamTicket):
+        if after is not None:
+            assert isinstance(after, _StreamTicket), "lanes come in pairs of a kind"
             self.stream.wait_event(after.done)
         torch.cuda.set_stream(self.stream)
         try:

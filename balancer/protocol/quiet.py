@@ -52,7 +52,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def ones(n: int) -> Int64s:
-    """As `numpy.ones`, for arrays that are small: it takes two calls in Python more."""
+    """As `numpy.ones`, which makes two more calls in Python."""
     array = np.empty(n, np.int64)
     array.fill(1)
     return array

@@ -73,7 +73,7 @@ class Outcome:
         report: About the global batch, or None.
         left: Rank that closed, if the data ended because one did.
         dropped: The global batch was smaller than the world and was dropped.
-        scraps: Tensors, and arrays that view tensors, of no use any more. To free one lets go of the interpreter lock,
+        scraps: What holds tensors of no use any more. To free one lets go of the interpreter lock,
             so whoever takes the batch frees them, for whom that is nothing, instead of the thread beside it.
     """
 
