@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchdata.nodes import BaseNode
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_REPLAY_VERSION = 2  # of states; those before said no version, and had checksums of another kind
 _USE_STATEFUL = "use a loader with a state, such as torchdata.stateful_dataloader.StatefulDataLoader"
 
 
@@ -84,12 +85,19 @@ class ReplayedSource:
         """Begin an epoch, or go on after as many batches as the state says.
 
         Raises:
-            ValueError: The loader shuffles, so a second reading would give other batches.
+            ValueError: The loader shuffles, so a second reading would give other batches; or another version of this
+                package saved the state, so that nobody can tell whether it does.
         """
         self._taken = 0
         if not state or not state["taken"]:
             return self._count(iter(self._loader))
         self.refuse_shuffling()
+        if (version := state.get("version", 1)) != _REPLAY_VERSION:
+            raise ValueError(
+                f"state version must be {_REPLAY_VERSION}, got {version}: another version of freescale saved it in the "
+                "middle of an epoch and took checksums of batches in another way, so whether the loader still gives "
+                "the same ones cannot be checked; go on with that version to the end of the epoch"
+            )
         return self._replay(state["taken"], state["fingerprint"])
 
     def refuse_shuffling(self) -> None:
@@ -128,7 +136,7 @@ class ReplayedSource:
 
     def state(self, fingerprint: Callable[[], int]) -> Any:
         """How many batches of the epoch were taken, and which was the last."""
-        return {"taken": self._taken, "fingerprint": fingerprint()}
+        return {"version": _REPLAY_VERSION, "taken": self._taken, "fingerprint": fingerprint()}
 
     def end_state(self) -> Any:
         """How the next epoch begins."""

@@ -347,3 +347,22 @@ def test_a_loader_that_became_shorter_is_found_when_it_goes_on() -> None:
             take(again, None)
 
     run_in_threads(1, run)
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_state_with_checksums_of_another_version_is_told_from_a_loader_that_shuffles(version: int | None) -> None:
+    def run(transport: Transport) -> None:
+        batches = [collate([Samples(0)[i]]) for i in range(6)]
+        loader = balance(batches, transport, lengths="length")
+        take(loader, 4)
+        state = loader.state_dict()
+        loader.close()
+        del state["source"]["version"]  # as the first ones had none
+        if version is not None:
+            state["source"]["version"] = version
+        again = balance(batches, transport, lengths="length")
+        again.load_state_dict(state)
+        with pytest.raises(PeerFailed, match=f"version must be 2, got {version or 1}: another version of freescale"):
+            take(again, None)
+
+    run_in_threads(1, run)
