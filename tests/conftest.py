@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernel tests then need no GPU
 
-# The same examples in every run of continuous integration; elsewhere new ones, which may find something.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# An example takes as long as the machine takes: one that stands still for a moment has broken nothing. The same examples
+# in every run of continuous integration; elsewhere new ones, which may find something.
+for name, always_the_same in (("new ones", False), ("ci", True)):
+    settings.register_profile(
+        name, derandomize=always_the_same, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("ci" if os.environ.get("CI") else "new ones")
 
 _left_out: list[pytest.Item] = []
 
