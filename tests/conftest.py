@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernel tests then need no GPU
 
-# An example takes as long as the machine takes: one that stands still for a moment has broken nothing. The same examples
-# in every run of continuous integration; elsewhere new ones, which may find something.
-for name, always_the_same in (("new ones", False), ("ci", True)):
-    settings.register_profile(
-        name, derandomize=always_the_same, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
+
+# An example takes as long as the machine takes, which may stand still for a moment. The same ones in every run of
+# continuous integration; elsewhere new ones, which may find something.
+SLOW_IS_FINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("new ones", SLOW_IS_FINE)
+settings.register_profile("ci", SLOW_IS_FINE, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "new ones")
 
 _left_out: list[pytest.Item] = []

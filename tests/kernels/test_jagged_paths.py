@@ -208,7 +208,7 @@ def test_strided_tensors_move(path: Any) -> None:
     assert_same(moved, by_hand(values, [(9, 3), (0, 2), (2, 4)]))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_gathers_and_scatters_equal_the_reference(path: Any, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 90))
