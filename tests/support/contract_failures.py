@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -89,23 +90,34 @@ def late_check_a_late_rank_is_a_timeout(transport: Transport) -> None:
         lane = hurried_channel(transport, "late", check_sizes)
         assert isinstance(lane, HostTransport)
         if transport.rank == 1:
-            transport.all_gather(torch.zeros(1)).wait()
+            waited = transport.all_gather(torch.tensor([False])).wait()
             lane.timeout_s = 1.0
             # It may complete, or time out, or a backend may say that the others have given up.
             with suppress(TransportError):
                 lane.all_gather(torch.zeros(1)).wait()
         else:
-            lane.timeout_s = 0.3
-            begun = time.monotonic()
-            pattern = f"all_gather #1 on channel 'late': rank {transport.rank} of .* waited 0.3 s, .*missing"
-            with pytest.raises(TransportTimeout, match=pattern) as caught:
-                lane.all_gather(torch.zeros(1)).wait()
-            assert time.monotonic() - begun >= 0.3
-            if check_sizes:  # others may be late too
-                assert 1 in ranks_in(str(caught.value))
-            with pytest.raises(TransportClosed, match=r"waited 0\.3 s"):
-                lane.all_gather(torch.zeros(1))
-            transport.all_gather(torch.zeros(1)).wait()
+            waits = waits_in_vain(lane, check_sizes)
+            waited = transport.all_gather(torch.tensor([waits])).wait()
+        assert waited.any(), "who came first has nobody who could have given up before"
+
+
+def waits_in_vain(lane: HostTransport, check_sizes: bool) -> bool:
+    """Whether the late rank is a timeout; otherwise another one has given up before this one came."""
+    lane.timeout_s = 0.3
+    begun = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        lane.all_gather(torch.zeros(1)).wait()
+    text = str(caught.value)
+    assert text.startswith("all_gather #1 on channel 'late': ")
+    with pytest.raises(TransportClosed, match=re.escape(text)):
+        lane.all_gather(torch.zeros(1))
+    if not isinstance(caught.value, TransportTimeout):
+        return False
+    assert re.search(f"rank {lane.rank} of .* waited 0.3 s, .*missing", text)
+    assert time.monotonic() - begun >= 0.3
+    if check_sizes:  # others may be late too
+        assert 1 in ranks_in(text)
+    return True
 
 
 def ranks_in(text: str) -> list[int]:
@@ -157,9 +169,8 @@ def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(tra
 
 def hurried_channel(transport: Transport, name: str, check_sizes: bool | None = None) -> Transport:
     """One on which gloo, too, gives up soon what is under way; until then it keeps a process from ending."""
-    patience = transport.timeout_s
-    if isinstance(transport, HostTransport) and isinstance(transport._wire, GlooWire):
-        transport.timeout_s = 4.0
     lane = transport.channel(name, check_sizes)
-    transport.timeout_s = patience
+    if isinstance(lane, HostTransport) and isinstance(lane._wire, GlooWire):
+        for group in lane._wire._groups.values():
+            group._set_default_timeout(timedelta(seconds=4))  # type: ignore[attr-defined]  # a ProcessGroupGloo
     return lane
