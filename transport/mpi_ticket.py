@@ -103,41 +103,36 @@ class MpiTicket:
             self._awake_until = started + _AWAKE_S + size / _FAST_BYTES_PER_S
             self._expected_until = started + size / _SLOW_BYTES_PER_S
         if threading.current_thread() is threading.main_thread():
-            is_done, waited_s = self._stay_awake(started, seconds)
             naps = _SHORTEST_NAP_S, _LONGEST_NAP_S, _SHARE
-            return is_done or self._nap(started, waited_s, seconds, naps, self._expected_until)
+            return self._stay_awake(started, seconds) or self._nap(started, seconds, naps, self._expected_until)
         shortest_s, longest_s, share = _NAPS_BESIDE
         first_s = max(shortest_s, min(exchange.waited_s / 2, longest_s))
-        return self._nap(started, 0.0, seconds, (first_s, longest_s, share), started)
+        return self._nap(started, seconds, (first_s, longest_s, share), started)
 
-    def _stay_awake(self, started: float, seconds: float) -> tuple[bool, float]:
+    def _stay_awake(self, started: float, seconds: float) -> bool:
         """Look often, for to fall asleep takes longer than to send 100 kB.
 
         After a few looks others may have the core: to yield it first costs a time slice on a busy host.
-
-        Returns:
-            Whether it is done, and how long this waited.
         """
         until, now = min(started + seconds, self._awake_until), started
         while now < until:
             for _ in range(_LOOKS):
                 if self._test():
-                    return True, now - started
+                    return True
             now = time.monotonic()
             self._column.look(now)
             self._parting.raise_if_a_peer_failed(now)
             os.sched_yield()
-        return False, now - started
+        return False
 
-    def _nap(
-        self, started: float, waited_s: float, seconds: float, naps: tuple[float, float, int], expected_until: float
-    ) -> bool:
+    def _nap(self, started: float, seconds: float, naps: tuple[float, float, int], expected_until: float) -> bool:
         """Look between naps.
 
         They are as short as the first until the message is overdue, as MPI moves bytes while it is looked at. Then they
         grow, to the longest or to a share of a long wait. A thread beside the trainer's expects none.
         """
         nap_s, longest_s, share = naps
+        waited_s = time.monotonic() - started
         while waited_s < seconds:
             time.sleep(min(nap_s, seconds - waited_s))
             is_done, now = self._test(), time.monotonic()
