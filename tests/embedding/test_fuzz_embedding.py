@@ -63,7 +63,7 @@ def test_a_call_of_a_kind_that_is_not_known_is_an_error_that_names_the_rank() ->
             train(HostilePeer(transport, lies) if transport.rank == 1 else transport)
         return str(caught.value)
 
-    heard, _ = run_in_threads(2, run, timeout_s=4)
+    heard, _ = run_in_threads(2, run, timeout_s=60)
     assert "rank 1 at a call of kind 99" in heard
 
 

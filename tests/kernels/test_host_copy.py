@@ -72,21 +72,24 @@ def test_the_result_owns_aligned_memory() -> None:
 def test_other_threads_run_meanwhile() -> None:
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     addresses, sizes = memory.data_ptr() + np.zeros(400, dtype=np.int64), np.full(400, 1 << 20)
-    ticks = 0
-    running = threading.Event()
+    calls, ticks = [0], dict[int, int]()
+    enough = threading.Event()
 
     def copy() -> None:
-        running.set()
-        gather_ranges(addresses, sizes)
+        while not enough.is_set():
+            calls[0] += 1
+            gather_ranges(addresses, sizes)
 
     copier = threading.Thread(target=copy)
     copier.start()
-    running.wait(5)
-    while copier.is_alive():
+    deadline = time.monotonic() + 60
+    # 400 MB take some 100 ms; a thread that had to wait for a call to end would tick once or twice in each.
+    while max(ticks.values(), default=0) <= 10 and time.monotonic() < deadline:
+        ticks[calls[0]] = ticks.get(calls[0], 0) + 1
         time.sleep(0.001)
-        ticks += 1
-    copier.join(10)
-    assert ticks > 10  # 400 MB take some 100 ms
+    enough.set()
+    copier.join(60)
+    assert max(ticks.values()) > 10, ticks
 
 
 def test_threads_that_gather_at_once_get_their_own_ranges() -> None:

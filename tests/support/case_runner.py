@@ -24,7 +24,7 @@ from case_report import ONLY, REPORT
 
 _MARK = "FREESCALE_CASE_RUN"
 _LOOK_S = 0.05
-_STACKS_S = 3.0  # for writing its stacks, before a process is killed
+_STACKS_S = 10.0  # for writing its stacks, before a process is killed
 _TEXT_CHARS = 8000
 GOOD = ("passed", "skipped")
 

@@ -88,7 +88,7 @@ def check_two_threads_on_one_channel_are_an_error_that_names_it(transport: Trans
     thread.start()
     assert isinstance(shared, HostTransport)
     deadline = time.monotonic() + 60
-    while not shared._turn.lock.locked() and time.monotonic() < deadline:
+    while shared._turn._holder != thread.ident and time.monotonic() < deadline:  # it has the lock and has said so
         time.sleep(0.001)
     with pytest.raises(TransportError, match="'shared one' is in use by thread 'waiter'"):
         shared.all_gather(torch.tensor([0]))

@@ -266,7 +266,7 @@ def report(transport: Transport, said: str, folder: Path, pause_s: float = 1.5) 
     else:
         print("trained to the end", flush=True)
     transport.close()
-    gone = time.monotonic() + 5
+    gone = time.monotonic() + 30
     while time.monotonic() < gone and threading.active_count() > 1:
         time.sleep(0.01)
     print("threads left:", [thread.name for thread in threading.enumerate()][1:], flush=True)

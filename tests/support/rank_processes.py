@@ -23,7 +23,8 @@ import torch
 from rank_forks import ForkedRank, RankForks
 
 _MARK = "FREESCALE_TEST_LAUNCH"
-_STACKS_S = 2.0
+_STACKS_S = 10.0  # for writing its stacks, before a process is killed
+_TOGETHER_S = 2.0  # for the others to say what they saw when one has failed
 # Redirects a rank's output to files named after it, then becomes the script, so that signals reach the script itself.
 _REDIRECT = 'r=${OMPI_COMM_WORLD_RANK:-$RANK}; d=$1; shift; echo $$ >"$d/$r.pid"; exec "$@" >"$d/$r.out" 2>"$d/$r.err"'
 
@@ -218,7 +219,7 @@ def _wait(
         late = time.monotonic() > deadline
         if ends_together and failed_at is None and any(process.returncode for process in processes):
             failed_at = time.monotonic()
-        fails = failed_at is not None and time.monotonic() > failed_at + _STACKS_S
+        fails = failed_at is not None and time.monotonic() > failed_at + _TOGETHER_S
         if late or fails or all(_is_stopped(process.pid) for process in left):
             if late:
                 _show_stacks(launch)
