@@ -87,7 +87,7 @@ class HostTransport(Transport):
         for channel in list(self._channels):
             channel.close()
         if self._closed is None:
-            self._closed = TransportClosed(f"channel '{self.name}' was closed")
+            self._closed = self._turn.closed = TransportClosed(f"channel '{self.name}' was closed")
             if self._turn.is_forked_child():
                 return  # all that could be given back belongs to the parent
             self._wire.release(None)
@@ -291,6 +291,7 @@ class _Turn:
         self._name = name
         self.lock = threading.Lock()
         self._holder, self._pid = threading.get_ident(), _process.pid
+        self.closed: TransportClosed | None = None
 
     def is_forked_child(self) -> bool:
         return _process.pid != self._pid
@@ -301,6 +302,8 @@ class _Turn:
                 f"channel '{self._name}' belongs to process {self._pid}: a child forked from a rank is no rank"
             )
         if not self.lock.acquire(timeout=0.05):  # whoever closes the channel has it for a moment
+            if self.closed is not None:  # a moment may be long on a busy machine
+                raise TransportClosed(str(self.closed))
             raise TransportError(
                 f"channel '{self._name}' is in use by thread '{self._holder_name()}' and cannot be used by thread "
                 f"'{threading.current_thread().name}' at the same time: give each thread a channel() of its own"

@@ -50,6 +50,16 @@ def test_closing_from_another_thread_ends_a_wait() -> None:
         pending.wait()
 
 
+def test_who_comes_while_another_thread_is_at_closing_hears_that_it_is_closed() -> None:
+    transport = local_group(2, timeout_s=30)[0]
+    pending = transport.all_gather(torch.zeros(1))
+    transport._turn.lock.acquire()  # type: ignore[attr-defined]  # as that thread has, which gets no core for a while
+    transport.close()
+    for use in (lambda: transport.all_gather(torch.zeros(1)), pending.wait, lambda: transport.channel("more")):
+        with pytest.raises(TransportClosed, match="channel 'main' was closed"):
+            use()
+
+
 def test_what_is_under_way_on_a_closed_channel_is_an_error_and_holds_nothing() -> None:
     transport = local_group(2, timeout_s=30)[0]
     pending = transport.all_gather(torch.zeros(1))
