@@ -71,10 +71,12 @@ def gather_parts(addresses: NDArray[np.int64], sizes: NDArray[np.int64], dtypes:
         >>> [bytes(part).decode() for part in gather_parts(text.data_ptr() + at, sizes, [torch.uint8] * 2)]
         ['scalefree', 'fre']
     """
+    if len(dtypes) == 1:
+        return [gather_ranges(addresses[0], sizes[0], dtypes[0])]
     totals = _sum(sizes, axis=1)
     padding = -totals % _ALIGNMENT
     ends = _accumulate(totals + padding)
-    if len(dtypes) == 1 or not 0 < ends[-1] <= _MOST_TOGETHER:
+    if not 0 < ends[-1] <= _MOST_TOGETHER:
         return [gather_ranges(*part) for part in zip(addresses, sizes, dtypes, strict=True)]
     flat, flat_sizes = np.empty((2, len(totals), sizes.shape[1] + 1), np.int64)
     flat[:, :-1], flat[:, -1], flat_sizes[:, :-1], flat_sizes[:, -1] = addresses, _PADDING_AT, sizes, padding

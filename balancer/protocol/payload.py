@@ -33,6 +33,7 @@ Levels = dict[str, tuple[torch.Tensor, ...]]
 _ZEROS = torch.from_numpy(np.zeros(1 << 16, np.uint8))
 _ZEROS_AT, _NUM_ZEROS = _ZEROS.data_ptr(), _ZEROS.shape[0]
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_ONE = np.ones(1, np.int64).tobytes()
 _MOST_ENTRIES = 2**62
 _FINGERPRINT_BYTES = 4096  # of all sections: for a checksum of more than 5,120 the interpreter lock is let go
 # Without the methods' Python wrappers.
@@ -46,51 +47,52 @@ class Sections:
         batch: The batch.
         layout: How they lie in a message.
         heads: One record a sample. Shape [batch_size, head_bytes / 8], int64.
-        items: Values in each column. Shape [num_columns], int64.
-        sizes: Bytes of each sample in each section. Shape [sections, batch_size], int64.
+        at: Address of the bytes of each sample: its head, then what it has in each section. Shape [1 + sections,
+            batch_size], int64.
+        sizes: As many bytes it has there. Shape [1 + sections, batch_size], int64.
     """
 
     def __init__(self, batch: JaggedBatch, schema: Schema) -> None:
         self.batch, self.layout = batch, schema.layout
         layout, columns, size = schema.layout, batch.columns, batch.batch_size
-        counts = np.empty((layout.num_rows, size), np.int64)  # entries of each sample
-        lengths = b"".join([bytes_of(columns[c.name].levels[0]) for c in layout.jagged])
-        counts[: len(layout.jagged)] = np.frombuffer(lengths, np.int64).reshape(len(layout.jagged), size)
-        for row, (column, j) in zip(counts[len(layout.jagged) : -1], layout.nested, strict=True):
-            ends = _offsets(numbers_of(columns[column.name].levels[1]))[_offsets(counts[j])]
-            np.subtract(ends[1:], ends[:-1], out=row)
-        counts[-1] = 1
+        entries = [_ONE * size, *[bytes_of(columns[c.name].levels[0]) for c in layout.jagged]]
+        for column, j in layout.nested:
+            starts = _offsets(np.frombuffer(entries[1 + j], np.int64))
+            ends = _offsets(numbers_of(columns[column.name].levels[1]))[starts]
+            entries.append((ends[1:] - ends[:-1]).tobytes())
+        self._counts: Int64s = np.frombuffer(b"".join(entries), np.int64).reshape(layout.num_rows, size)
         self.heads: Int64s = np.empty((size, layout.head_bytes // 8), np.int64)
         if layout.has_gaps:
             self.heads.fill(0)
-        self.heads[:, : len(layout.counted)] = counts[:-1].T
+        self.heads[:, : len(layout.counted)] = self._counts[1:].T
         for column, field in layout.narrow:
             if field:
                 records = self.heads.view(layout.record)
                 records[field][:, 0] = np.frombuffer(bytes_of(columns[column.name].values), column.item)
-        self.items: Int64s = _sum(counts, axis=1)[layout.column_rows]
-        self._at = [_begin(s.column.name, columns[s.column.name], s.is_inner) for s in layout.sections]
-        self.sizes: Int64s = take_rows(counts, layout.section_rows) * layout.entry_bytes
-        self._starts = _accumulate(self.sizes, axis=1)
-        self._starts += np.array(self._at, np.int64).reshape(-1, 1) - self.sizes
+        begins = [_begin(s.column.name, columns[s.column.name], s.is_inner) for s in layout.sections]
+        self._begins = np.array([address_of(self.heads), *begins], np.int64)
+        counts = self._counts if layout.is_direct else take_rows(self._counts, layout.part_rows)
+        self.sizes: Int64s = counts * layout.part_bytes
+        self.at: Int64s = _accumulate(self.sizes, axis=1)
+        self.at += self._begins.reshape(-1, 1) - self.sizes
 
-    def __len__(self) -> int:
-        return len(self.sizes)
+    @property
+    def items(self) -> Int64s:
+        """Values in each column. Shape [num_columns]."""
+        items: Int64s = _sum(self._counts, axis=1)[self.layout.column_rows]
+        return items
 
     def payload_bytes(self) -> Int64s:
         """Bytes that move when a sample moves. Shape [batch_size]."""
-        payload: Int64s = _sum(self.sizes) + 8 * self.heads.shape[1]
+        payload: Int64s = _sum(self.sizes)
         return payload
 
     def fingerprint(self) -> int:
         """A checksum that tells this batch from most others: all heads, and the first bytes of what varies."""
         checksum = zlib.crc32(self.heads.data)
-        sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES // max(len(self), 1))
-        return zlib.crc32(b"".join(map(bytes_at, self._at, sizes.tolist())), checksum)
-
-    def ranges(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Address and size of the bytes of samples. Each of shape [sections, len(samples)]."""
-        return take_columns(self._starts, samples), take_columns(self.sizes, samples)
+        sizes = np.minimum(_sum(self.sizes, axis=1), _FINGERPRINT_BYTES // max(len(self.sizes) - 1, 1))
+        first = map(bytes_at, self._begins[1:].tolist(), sizes[1:].tolist())
+        return zlib.crc32(b"".join(first), checksum)
 
 
 def _begin(name: str, column: Column, is_inner: bool) -> int:
@@ -137,44 +139,56 @@ def pack(sections: Sections, owners: Int64s, rank: int, num_samples: Int64s, siz
     staying = int(num_samples[rank])
     if staying == len(owners):
         return _NOTHING
-    leaving = owners.argsort(kind="stable")
+    at, filled, counts = sections.at, sections.sizes, num_samples
+    if sections.layout.padding_bytes:
+        peers = num_samples.nonzero()[0]
+        peers = peers[peers != rank]
+        counts = num_samples.copy()
+        counts[peers] += 1
+        owners, at, filled = _with_padding(owners, at, filled, peers)
+    # A message has a range a part and sample: its parts one after the other, and samples within them as they are here.
+    keys = np.empty(at.shape, np.min_scalar_type(len(num_samples)))  # small ones are sorted by counting
+    keys[:] = owners
+    order = keys.reshape(-1).argsort(kind="stable")
     if staying:
-        home = int(_sum(num_samples[:rank]))
-        leaving = np.concatenate([leaving[:home], leaving[home + staying :]])
-    peers = num_samples.nonzero()[0]
-    peers = peers[peers != rank]
-    counts = num_samples[peers]
-    first = _accumulate(counts) - counts  # of the samples as they are ordered now, those of each peer
-    # A message is copied from one range for its heads and one a sample and section. Where sections are padded, one more
-    # for each of them and one for what is left of the message.
-    padded = 1 if sections.layout.padding_bytes else 0
-    widths = counts + padded
-    ends = _accumulate(widths * len(sections) + 1 + padded)
-    start = ends - widths * len(sections) - padded  # behind the heads
-    addresses, lengths = ranges = np.empty((2, int(ends[-1])), np.int64)
-    heads = take_rows(sections.heads, leaving)
-    head_bytes = 8 * heads.shape[1]
-    addresses[start - 1] = first * head_bytes + address_of(heads)
-    lengths[start - 1] = written = counts * head_bytes
-    section = count_to(len(sections)).reshape(-1, 1)
-    slots = section * widths.repeat(counts) + ((start - first).repeat(counts) + count_to(len(leaving)))
-    at, filled = sections.ranges(leaving)
-    addresses[slots], lengths[slots] = at, filled
-    if padded:
-        totals = np.add.reduceat(filled, first, axis=1)
-        padding = -totals % 8
-        _fill_with_zeros(ranges, section * widths + (start + counts), padding)
-        _fill_with_zeros(ranges, ends - 1, sizes[peers] - written - _sum(totals + padding))
-    return gather_ranges(addresses, lengths)
+        home = len(at) * int(_sum(counts[:rank]))
+        order = np.concatenate([order[:home], order[home + len(at) * staying :]])
+    lengths = filled.reshape(-1)[order]
+    if sections.layout.padding_bytes:
+        _pad(lengths, counts[peers], len(at), sizes[peers])
+    return gather_ranges(at.reshape(-1)[order], lengths)
 
 
-def _fill_with_zeros(ranges: Int64s, slots: Int64s, sizes: Int64s) -> None:
-    """Have some of the ranges copied from zeros."""
+def _with_padding(owners: Int64s, at: Int64s, sizes: Int64s, peers: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Add a last sample for each peer, which is copied from zeros and has no bytes as yet."""
+    zeros, none = np.empty((2, len(at), len(peers)), np.int64)
+    zeros.fill(_ZEROS_AT)
+    none.fill(0)
+    return (
+        np.concatenate([owners, peers]),
+        np.concatenate([at, zeros], axis=1),
+        np.concatenate([sizes, none], axis=1),
+    )
+
+
+def _pad(lengths: Int64s, counts: Int64s, num_parts: int, sizes: Int64s) -> None:
+    """Have each part of a message end at a multiple of 8 bytes, and its last one where the message ends.
+
+    Args:
+        lengths: Bytes of each range, where the last one of each part is of zeros and is set here.
+        counts: Ranges of a part of each message. Shape [messages].
+        num_parts: Parts of each message.
+        sizes: Bytes of each message. Shape [messages].
+    """
+    widths = counts.repeat(num_parts)
+    ends = _accumulate(widths)
+    totals = np.add.reduceat(lengths, ends - widths).reshape(-1, num_parts)
+    padding = -totals % 8
+    padding[:, -1] += sizes - _sum(totals + padding, axis=1)
     # Negative numbers are huge ones without a sign.
-    most = _most(sizes.view(np.uint64), axis=None)
-    assert most <= _NUM_ZEROS, f"a message has {sizes} bytes left, beyond 0 to {_NUM_ZEROS}"
-    addresses, lengths = ranges
-    addresses[slots], lengths[slots] = _ZEROS_AT, sizes
+    most = _most(padding.view(np.uint64), axis=None)
+    assert most <= _NUM_ZEROS, f"messages have {padding} bytes left, beyond 0 to {_NUM_ZEROS}"
+    lengths[ends - 1] = padding.reshape(-1)
 
 
 def unpack(
@@ -208,9 +222,9 @@ def unpack(
     counted = heads[:, : len(layout.counted)].T.copy()
     _check(counted, layout.counted)
     entries = np.empty((layout.num_rows, len(sizes)), np.int64)  # of each row of the table, from each source
-    entries[:-1] = _sums(counted, _accumulate(num_samples))
-    entries[-1] = num_samples
-    counts = take_rows(entries, layout.section_rows)
+    entries[0] = num_samples
+    entries[1:] = _sums(counted, _accumulate(num_samples))
+    counts = entries[1:] if layout.is_direct else take_rows(entries, layout.section_rows)
     # NumPy's empty arrays may have a stride of 0, with which a tensor has no view of its bytes.
     rows = map(torch.from_numpy, counted) if len(heads) else [torch.empty(0, dtype=torch.int64) for _ in counted]
     levels: Levels = {c.name: (row,) for c, row in zip(layout.jagged, rows, strict=False)}
@@ -218,7 +232,8 @@ def unpack(
     if layout.sections:
         starts += address_of(received)
         read = 8 * heads.shape[1] * num_samples
-        at, num_bytes = _find(counts, starts + read, sizes - read, sections.ranges(staying), layout, rank)
+        home = take_columns(sections.at, staying)[1:], take_columns(sections.sizes, staying)[1:]
+        at, num_bytes = _find(counts, starts + read, sizes - read, home, layout, rank)
         flats = gather_parts(at, num_bytes, layout.section_dtypes)
         _add_inner(levels, flats, counted, layout)
         for section, flat, count in zip(layout.sections, flats, counts, strict=True):

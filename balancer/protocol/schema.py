@@ -83,14 +83,14 @@ class Section:
 class Layout:
     """What a message consists of, from the columns alone.
 
-    How many entries samples have is counted in a table with a row for each jagged column (its outer lengths), one for
-    each nested column (its inner lengths, added up), and one of ones (dense columns).
+    How many entries samples have is counted in a table with a row of ones (heads, dense columns), one for each jagged
+    column (its outer lengths), and one for each nested column (its inner lengths, added up).
 
     Attributes:
         head_bytes: Size of a head, a multiple of 8.
         jagged: Columns with lengths.
         nested: Columns with inner lengths, each with its number among the jagged ones.
-        counted: The column of each row of the table but the last. A head begins with its sample's entries of these.
+        counted: The column of each row of the table but the first. A head begins with its sample's entries of these.
         num_rows: Rows of the table.
         length_words: Word of the head that has the outer length of each of `jagged`, by name.
         narrow: Dense columns in the head, with their field of `record`; "" for those without a byte.
@@ -99,8 +99,12 @@ class Layout:
         sections: What follows the heads: inner lengths first, then values.
         section_names: What errors call each section.
         section_dtypes: What the bytes of each section are.
-        section_rows: Row of the table that counts the entries of each section. Shape [len(sections)], int64.
-        entry_bytes: Size of an entry of each section. Shape [len(sections), 1], int64.
+        part_rows: Row of the table that counts the entries of each part of a message: the heads, each section. Shape
+            [1 + len(sections)], int64.
+        part_bytes: Size of an entry of each part. Shape [1 + len(sections), 1], int64.
+        is_direct: Whether row and part are the same for all: there is neither a nested nor a wide dense column.
+        section_rows: `part_rows` of the sections.
+        entry_bytes: `part_bytes` of the sections.
         column_rows: Row of the table that counts the values of each column of the schema, int64.
         padding_bytes: The most padding that the sections of a message can need.
     """
@@ -117,6 +121,9 @@ class Layout:
     sections: tuple[Section, ...]
     section_names: tuple[str, ...]
     section_dtypes: tuple[torch.dtype, ...]
+    part_rows: Int64s
+    part_bytes: Int64s
+    is_direct: bool
     section_rows: Int64s
     entry_bytes: Int64s
     column_rows: Int64s
@@ -138,12 +145,14 @@ class Layout:
                 if field:
                     places[field] = end
                 end += (column.row_bytes + 7) // 8 * 8
-        rows = {column.name: row for row, column in enumerate(counted)}  # of nested columns the inner one
-        value_rows = [rows.get(column.name, len(counted)) for column in columns]
+        rows = {column.name: row for row, column in enumerate(counted, 1)}  # of nested columns the inner one
+        value_rows = [rows.get(column.name, 0) for column in columns]
         in_head = {column.name for column, _ in narrow}
         bodies = [(c, row) for c, row in zip(columns, value_rows, strict=True) if c.name not in in_head]
         sections = [Section(column, True, 8) for column, _ in nested]
         sections += [Section(column, False, column.row_bytes) for column, _ in bodies]
+        part_rows = np.array([0, *(1 + j for _, j in nested), *(row for _, row in bodies)], np.int64)
+        part_bytes = np.array([end, *(section.entry_bytes for section in sections)], np.int64).reshape(-1, 1)
         return cls(
             end,
             jagged,
@@ -164,8 +173,11 @@ class Layout:
             tuple(sections),
             tuple(f"column {section.column.name!r}" for section in sections),
             tuple(torch.int64 if section.is_inner else section.column.torch_dtype for section in sections),
-            np.array([*(j for _, j in nested), *(row for _, row in bodies)], np.int64),
-            np.array([section.entry_bytes for section in sections], np.int64).reshape(-1, 1),
+            part_rows,
+            part_bytes,
+            part_rows.tolist() == list(range(len(counted) + 1)),
+            part_rows[1:],
+            part_bytes[1:],
             np.array(value_rows, np.int64),
             8 * sum(section.entry_bytes % 8 != 0 for section in sections),
         )
