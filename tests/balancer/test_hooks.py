@@ -30,9 +30,15 @@ from freescale.balancer import (
 )
 from freescale.transport import Transport, connect
 
+from loaded_batches import await_no_balancer_threads, balancer_threads
 from rank_threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:ranks had .*loss_scale:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _none_of_an_earlier_test() -> None:
+    await_no_balancer_threads()
 
 
 def batch_of(step: int, rank: int, size: int = 4) -> JaggedBatch:
@@ -91,10 +97,6 @@ class Trainer:
             loss.backward()
         if step:
             self.optimizer.step()
-
-
-def no_thread() -> bool:
-    return not any(thread.name == "freescale-balancer" for thread in threading.enumerate())
 
 
 def all_ids(num_batches: list[int]) -> Counter[int]:
@@ -156,7 +158,7 @@ def test_whatever_the_trainer_does_every_sample_arrives_once(
     num_batches: list[int], use: Callable[[Trainer, int, int, JaggedBatch], None]
 ) -> None:
     assert train(num_batches, use, hooked=lambda rank: True) == all_ids(num_batches)
-    assert no_thread()
+    assert not balancer_threads()
 
 
 def test_ranks_with_hooks_and_ranks_with_threads_keep_the_same_order() -> None:
@@ -185,7 +187,7 @@ def test_stages_are_where_the_paper_has_them_and_next_has_nothing_left_to_do() -
         loader.advance = watched  # type: ignore[method-assign, assignment]
         with attach(loader, trainer.model, trainer.optimizer):
             for batch in loader:
-                assert no_thread()
+                assert not balancer_threads()
                 steps.append([])
                 trainer.step(batch)
                 worker = loader._worker
@@ -239,7 +241,7 @@ def test_a_rank_that_leaves_early_is_told_to_those_that_go_on() -> None:
         return "left"
 
     assert run_in_threads(2, run) == ["rank 1 left", "left"]
-    assert no_thread()
+    assert not balancer_threads()
 
 
 def test_a_loader_that_fails_is_an_error_on_every_rank_outside_of_hooks() -> None:
@@ -282,13 +284,13 @@ def test_nodes_and_datapipes_can_be_attached_too() -> None:
     node = BalancerNode(NodeWrapper(batches), connect("local"), "uih")
     with attach(node, trainer.model, trainer.optimizer):
         for batch in Loader(node):
-            assert no_thread()
+            assert not balancer_threads()
             trainer.step(batch)
         node.close()
     pipe: Any = IterableWrapper(batches).balance(connect("local"), "uih")
     with attach(pipe, trainer.model, trainer.optimizer):
         for batch in pipe:
-            assert no_thread()
+            assert not balancer_threads()
             trainer.step(batch)
     assert Counter(trainer.seen) == Counter(dict.fromkeys(all_ids([3]), 2))
 

@@ -16,6 +16,13 @@ from freescale.balancer import WorldSamples, balance, worker
 from freescale.balancer.worker import Worker
 from freescale.transport import connect
 
+from loaded_batches import await_no_balancer_threads, balancer_threads
+
+
+@pytest.fixture(autouse=True)
+def _none_of_an_earlier_test() -> None:
+    await_no_balancer_threads()
+
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_thread_is_left_when_the_last_batch_was_taken(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +42,7 @@ def test_no_thread_is_left_when_the_last_batch_was_taken(fails: bool, monkeypatc
         next(iterator)
     with pytest.raises((StopIteration, RuntimeError)):
         next(iterator)
-    assert not any(thread.name == "freescale-balancer" for thread in threading.enumerate())
+    assert not balancer_threads()
 
 
 def test_tensors_of_planning_are_freed_by_whoever_takes_the_batch() -> None:

@@ -80,6 +80,19 @@ def assert_threads(count: int) -> None:
     assert threading.active_count() <= count, threading.enumerate()
 
 
+def balancer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "freescale-balancer"]
+
+
+def await_no_balancer_threads() -> None:
+    """Those of loaders that an earlier test has left end when these are collected, and a moment later."""
+    deadline = time.monotonic() + 60
+    while balancer_threads() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not balancer_threads()
+
+
 class FailsAt(Batches):
     def __init__(self, rank: int, failing: int, at: int) -> None:
         super().__init__(rank, 6)

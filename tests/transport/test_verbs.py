@@ -223,9 +223,14 @@ def test_what_is_not_ready_is_not_sent_and_what_is_ready_does_not_wait_for_it() 
 
 
 def test_a_peer_that_dies_with_nothing_on_its_way_to_it_is_an_error_that_names_it() -> None:
+    is_through = threading.Event()
+
     def run(transport: Transport) -> None:
         transport.all_gather(torch.zeros(1)).wait()
+        if transport.rank == 0:
+            is_through.set()
         if transport.rank == 1:
+            assert is_through.wait(60)
             time.sleep(0.3)  # what rank 0 sends is delivered
             for link in wire_of(transport).links.values():
                 link.pair.close()  # as the kernel does when a process ends
