@@ -7,22 +7,27 @@ import glob
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from .launch import LaunchError
 
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """Run a command. Returns its exit status; 2 for a mistake or a file that fails, printed in one line."""
+    """Run a command.
+
+    Returns:
+        Its exit status; 2 for a mistake or a file that fails, 1 for a rank that fails, told in one line.
+    """
     try:
         return command() or 0
-    except (ValueError, OSError) as error:
-        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 2
+    except (ValueError, OSError, LaunchError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1 if isinstance(error, LaunchError) else 2
 
 
 def at_least_one(text: str) -> int:

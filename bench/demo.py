@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in (options.output, (options.json or options.output).parent):
             folder.mkdir(parents=True, exist_ok=True)
         settings = _prepare(options, console)
-    except (ValueError, OSError, LaunchError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     with tempfile.TemporaryDirectory() as folder:

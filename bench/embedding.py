@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report, about = read_runs(options.read) if options.read else (Report(_sizes(options), [], [], []), {})
         if options.results is not None or options.plot is not None:
             from . import embedding_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
-    except (ValueError, LaunchError) as error:
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if not options.read:

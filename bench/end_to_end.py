@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.results is not None or options.plot is not None:
             from . import end_to_end_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
         found, notes, about = read_runs(options.read) if options.read else ([], [], environment(_PACKAGES))
-    except (ValueError, LaunchError) as error:
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     broken: list[str] = []

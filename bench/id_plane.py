@@ -19,13 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, over_zero
+from .arguments import at_least_one, output_file, output_folder, over_zero, status_of
 from .environment import environment
 from .id_plane_rank import Settings
-from .launch import LaunchError, launch, refuse_inside_a_launch
+from .launch import launch, refuse_inside_a_launch
 from .loader_overhead import slowdowns
 from .progress import progress
-from .tables import Table, print_table, write_result
+from .tables import Table, print_part, write_result
 
 _STAGES = {"ask": "distinct ids", "talk": "messages", "index": "index arrays"}
 
@@ -33,34 +33,26 @@ _STAGES = {"ask": "distinct ids", "talk": "messages", "index": "index arrays"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed, 2 for a mistake in the arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        refuse_inside_a_launch()
-        if not 0 <= options.ratio <= 100:
-            raise ValueError(f"--ratio must be from 0 to 100, got {options.ratio:g}")
-        with progress(console, "measuring"):
-            runs = [_measure(options, ranks) for ranks in options.ranks]
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except LaunchError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    refuse_inside_a_launch()
+    if not 0 <= options.ratio <= 100:
+        raise ValueError(f"--ratio must be from 0 to 100, got {options.ratio:g}")
+    with progress(console, "measuring"):
+        runs = [_measure(options, ranks) for ranks in options.ranks]
     parts: list[Table | str] = []
     for found in runs:
         parts += [note(found), _steps(found), _threads(found)]
     for part in parts:
-        if isinstance(part, Table):
-            print_table(part, console)
-        else:
-            console.print(part)
+        print_part(part, console)
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
     if options.results is not None:
         title = "A launch-bound loop beside the id plane"
         path = write_result(options.results, "id_plane", title, environment(), parts)
         console.print(f"written to {path}")
-    return 0
 
 
 def note(found: dict[str, Any]) -> str:

@@ -62,11 +62,11 @@ def refuse_inside_a_launch() -> None:
     """Refuse to start ranks from inside a rank.
 
     Raises:
-        LaunchError: This process was started by mpiexec or torchrun.
+        ValueError: This process was started by mpiexec or torchrun.
     """
     found = next((v for v in (*_RANK_VARIABLES[:-1], "TORCHELASTIC_RUN_ID") if v in os.environ), None)
     if found is not None:
-        raise LaunchError(f"this command starts its own ranks; run it without mpiexec or torchrun ({found} is set)")
+        raise ValueError(f"this command starts its own ranks; run it without mpiexec or torchrun ({found} is set)")
 
 
 def _starter(transport: str, world_size: int) -> list[str]:

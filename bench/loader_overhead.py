@@ -19,13 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, over_zero
+from .arguments import at_least_one, output_file, output_folder, over_zero, status_of
 from .environment import environment
-from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
+from .launch import TRANSPORTS, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
 from .progress import progress
 from .synthetic import write_synthetic
-from .tables import Table, print_table, write_result
+from .tables import Table, print_part, write_result
 
 _STAGES = {
     "load": "load, say lengths",
@@ -39,29 +39,24 @@ _STAGES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed, 2 for a mistake in the arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        refuse_inside_a_launch()
-        with progress(console, "measuring"):
-            runs = [_measure(options, ranks) for ranks in options.ranks]
-    except LaunchError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
+    refuse_inside_a_launch()
+    with progress(console, "measuring"):
+        runs = [_measure(options, ranks) for ranks in options.ranks]
     parts: list[Table | str] = []
     for found in runs:
         parts += [_note(found), _table(found, _title(options, found)), _stages(found)]
     for part in parts:
-        if isinstance(part, Table):
-            print_table(part, console)
-        else:
-            console.print(part)
+        print_part(part, console)
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
     if options.results is not None:
         title = "A launch-bound loop beside the balancer's thread"
         path = write_result(options.results, "loader_overhead", title, environment(), parts)
         console.print(f"written to {path}")
-    return 0
 
 
 def slowdowns(found: dict[str, Any]) -> list[float]:

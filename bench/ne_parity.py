@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one, output_file, output_folder, picture_file
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of
 from .demo_data import choose_columns
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch, tracebacks
@@ -41,22 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments.
     """
     options = _parser().parse_args(arguments)
-    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        refuse_inside_a_launch()
-        if options.results is not None or options.plot is not None:
-            from . import ne_parity_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
-        with tempfile.TemporaryDirectory() as folder:
-            options.data = options.data or _generated(options, Path(folder))
-            settings = _settings(options, console)
-            console.print(f"{options.data.name}: {settings.roles.describe()}", markup=False)
-            runs = _train(settings, options.ranks, console)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except LaunchError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    refuse_inside_a_launch()
+    if options.results is not None or options.plot is not None:
+        from . import ne_parity_plot  # noqa: F401 - a missing matplotlib shows now, not after the run
+    with tempfile.TemporaryDirectory() as folder:
+        options.data = options.data or _generated(options, Path(folder))
+        settings = _settings(options, console)
+        console.print(f"{options.data.name}: {settings.roles.describe()}", markup=False)
+        runs = _train(settings, options.ranks, console)
     table, largest = compare(runs)
     print_table(table, console)
     verdict = f"largest difference {largest:.1e}: {'within' if largest <= options.tolerance else 'beyond'} "

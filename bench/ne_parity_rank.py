@@ -79,9 +79,7 @@ class Settings:
     def load(cls, path: Path) -> Settings:
         """Read from a file."""
         given = json.loads(path.read_text())
-        roles: dict[str, Any] = given.pop("roles")
-        roles |= {name: tuple(value) for name, value in roles.items() if isinstance(value, list)}
-        return cls(roles=Roles(**roles), **given)
+        return cls(roles=Roles.of(given.pop("roles")), **given)
 
 
 def stay(world: WorldSamples) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -47,6 +48,12 @@ class Roles:
     label: str | None = None
     contents: tuple[str, ...] = ()
     mean_length: float = 0.0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Roles:
+        """Undo what `dataclasses.asdict` and JSON have made of it."""
+        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given | lists)
 
     def describe(self) -> str:
         """Say the choice in one line."""

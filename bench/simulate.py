@@ -26,7 +26,7 @@ from .simulate_schedule import Schedule
 from .simulate_step import TECHNIQUES, Model, Simulated, simulate
 from .simulate_trace import trace, write_trace
 from .simulate_traffic import samples_of
-from .tables import Table, picture_beside, print_table, write_result
+from .tables import Table, picture_beside, print_part, write_result
 
 _EPILOG = f"""examples:
   python -m freescale.bench.virtual_ranks --json out/virtual.json        # once, on your GPU: what computing costs
@@ -109,13 +109,13 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     compared = [each for path in options.check for each in compare(path)]
     checks: list[Table | str] = [comparison_table(compared), said_of(compared)] if compared else [_UNCHECKED]
     for check in checks:
-        _print(check, console)
+        print_part(check, console)
     rows, schedules = _simulate_sizes(options.world_size, workload, clusters, model, console)
     tables = [_table(rows, name, options) for name in clusters]
     said = [verdict(rows), _method(samples.title, came_from, fit, clusters, options.collisions)]
     parts: list[Table | str] = [*tables, *said]
     for part in parts:
-        _print(part, console)
+        print_part(part, console)
     _write_traces(options, schedules, samples.title, came_from, console)
     if options.json is not None:
         found_all = {
@@ -183,13 +183,6 @@ def _write_traces(
 _UNCHECKED = (
     "Not checked against measured steps: give --check the JSON of bench.embedding or bench.end_to_end for that."
 )
-
-
-def _print(part: Table | str, console: Console) -> None:
-    if isinstance(part, Table):
-        print_table(part, console)
-    else:
-        console.print(part, soft_wrap=True, highlight=False)
 
 
 def compute_of(path: Path | None, layers: float = 1.0) -> tuple[ComputeFit, str]:

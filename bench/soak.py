@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder
+from .arguments import at_least_one, output_file, output_folder, status_of
 from .environment import environment
-from .launch import TRANSPORTS, LaunchError, launch, refuse_inside_a_launch
+from .launch import TRANSPORTS, launch, refuse_inside_a_launch
 from .progress import progress
 from .soak_rank import Settings
 from .tables import Table, print_table, write_result
@@ -33,15 +33,14 @@ _NOTICED_MIB = 8.0  # less than this in all says nothing
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 when a rank failed or something grew, 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
-    console = Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    refuse_inside_a_launch()
     settings = Settings(options.steps, 60 * options.minutes, options.epoch_steps, options.looks, options.transport)
-    try:
-        refuse_inside_a_launch()
-        with progress(console, f"{options.steps:,} steps"):
-            found = _soak(settings, options.ranks)
-    except LaunchError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    with progress(console, f"{options.steps:,} steps"):
+        found = _soak(settings, options.ranks)
     table, note, grown = looks_table(found), summary(found, options.transport), growth(found)
     print_table(table, console)
     console.print(note)

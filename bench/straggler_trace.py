@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .arguments import status_of
 from .trace_timeline import read_events, step_times
 
 
@@ -28,13 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="of torch.profiler, one a rank")
     parser.add_argument("--json", action="store_true", help="one line of JSON a trace (there is no other form)")
     options = parser.parse_args(arguments)
-    try:
-        for path in options.traces:
-            sys.stdout.write(json.dumps(_read(path)) + "\n")
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return status_of(lambda: _print(options.traces))
+
+
+def _print(traces: Sequence[Path]) -> None:
+    for path in traces:
+        sys.stdout.write(json.dumps(_read(path)) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -43,6 +43,14 @@ class Table:
         self.rows.append(cells)
 
 
+def print_part(part: Table | str, console: Console) -> None:
+    """Print a table or a paragraph."""
+    if isinstance(part, Table):
+        print_table(part, console)
+    else:
+        console.print(part, soft_wrap=True, highlight=False)
+
+
 def print_table(table: Table, console: Console) -> None:
     """Print a table to a terminal or a pipe. Names are folded where a terminal is narrow; figures never are."""
     drawn = RichTable(title=table.title, title_justify="left", box=SIMPLE, pad_edge=False)

@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from .arguments import status_of
 from .trace_timeline import DENSE_KINDS, OUR_KINDS, TORCHREC_KINDS, StepTimes, read_events, step_times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 when a trace cannot be read."""
     options = _parser().parse_args(arguments)
+    return status_of(lambda: _print(options))
+
+
+def _print(options: argparse.Namespace) -> None:
     kinds = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS)
-    try:
-        found = [
-            step_times(read_events(path), kinds, skip_first=options.skip_first, skip_last=options.skip_last)
-            for path in options.traces
-        ]
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    found = [
+        step_times(read_events(path), kinds, skip_first=options.skip_first, skip_last=options.skip_last)
+        for path in options.traces
+    ]
     for path, times in zip(options.traces, found, strict=True):
         sys.stdout.write(json.dumps(asdict(times)) + "\n" if options.json else f"{path}\n{describe(times)}\n")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

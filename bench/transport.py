@@ -20,7 +20,7 @@ from .arguments import output_file, output_folder, picture_file, seconds, status
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .progress import progress
-from .tables import Table, print_table, write_result
+from .tables import Table, print_part, write_result
 from .transport_rank import BETWEEN_GPUS, BY_THE_HOST, Settings
 
 _EPILOG = """examples:
@@ -77,11 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 2 for a mistake, 1 if ranks failed; what it was is printed."""
     options = _parser().parse_args(arguments)
-    try:
-        return status_of(lambda: _run(options, Console(emoji=False)))
-    except LaunchError as error:
-        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+    return status_of(lambda: _run(options, Console(emoji=False)))
 
 
 def _settings(options: argparse.Namespace, share: bool) -> Settings:
@@ -119,10 +115,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         found["contention"] += [row | {"way": "NCCL shm"} for row in rows if row["way"] == "NCCL"]
     _save(options, settings, found)
     for part in _report(found):
-        if isinstance(part, Table):
-            print_table(part, console)
-        else:
-            console.print(part, soft_wrap=True, highlight=False)
+        print_part(part, console)
 
 
 def _ranks(asked: int | None, num_gpus: int) -> tuple[int, bool]:

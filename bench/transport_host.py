@@ -17,7 +17,7 @@ from .arguments import at_least_one, output_file, output_folder, seconds, status
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .progress import progress
-from .tables import Table, print_table, write_result
+from .tables import Table, print_part, write_result
 from .transport_host_rank import Settings
 
 _SIZES = tuple(8 << shift for shift in (0, 6, 11, 14, 17, 20, 23, 25))
@@ -51,13 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 2 for a mistake, 1 if ranks failed; what it was is printed."""
     options = _parser().parse_args(arguments)
-    try:
-        return status_of(
-            lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty()))
-        )
-    except LaunchError as error:
-        Console(emoji=False, stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
-        return 1
+    return status_of(lambda: _run(options, Console(emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())))
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
@@ -70,10 +64,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         runs[num_ranks] = _launched(settings, num_ranks, console)
         _save(options, settings, runs)
     for part in report(runs):
-        if isinstance(part, Table):
-            print_table(part, console)
-        else:
-            console.print(part)
+        print_part(part, console)
 
 
 def _launched(settings: Settings, num_ranks: int, console: Console) -> list[dict[str, Any]]:
