@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -30,6 +29,8 @@ from freescale.balancer.protocol.protocol import Protocol
 from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table
 from freescale.transport import Transport
 
+from standing_still import stand_still
+
 STEPS, AT, IN_TROUBLE = 40, 3, 1
 PAGES = 100
 ROOM_BYTES = 16 << 20  # that a process may still take once it is to run out of memory
@@ -40,10 +41,10 @@ def strike(what: str, pause_s: float) -> None:
     """Let something happen to this process."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what in ("stop", "pause"):
-        if what == "pause":
-            subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"])
+    if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "pause":
+        stand_still(pause_s)
     if what == "interrupt":
         signal.raise_signal(signal.SIGINT)
         time.sleep(1)  # a thread has raised it: the main thread gets it
