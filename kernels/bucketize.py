@@ -83,12 +83,13 @@ def _stable_sort(keys: Tensor) -> tuple[Tensor, Tensor]:
         grouped, order = torch.sort(keys, stable=True)
         return grouped, order
     order = torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))  # a radix sort for such keys; torch compares
-    return keys[order], order
+    return keys.index_select(0, order), order  # a third of what an index takes there
 
 
 def _lengths_of(grouped: Tensor, order: Tensor, num_owners: int, bounds: Tensor) -> Tensor:
     """Count rows per (owner, sample): owner * L + row ascends along the grouped rows, so each count is two searches."""
     size = len(order)
     first = torch.arange(num_owners, device=order.device) * size
-    ends = torch.searchsorted(grouped.long() * size + order, (first[:, None] + bounds).reshape(-1))
+    ascending = grouped.to(torch.int64, copy=True).mul_(size).add_(order)
+    ends = torch.searchsorted(ascending, (first[:, None] + bounds).reshape(-1))
     return ends.diff(prepend=ends.new_zeros(1)).view(num_owners, len(bounds))
