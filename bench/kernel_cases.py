@@ -228,7 +228,7 @@ def _vectorised_bucketize(inputs: Inputs) -> Result:
 def _ours_bucketize(inputs: Inputs) -> Result:
     order, lengths = bucketize_rows(inputs.values // BLOCK, inputs.world_size, inputs.lengths)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return inputs.values.index_select(0, order) % BLOCK, lengths, places  # on a CPU, indices take up to ten times as long
+    return inputs.values.index_select(0, order) % BLOCK, lengths, places  # an index takes up to ten times as long
 
 
 def _fbgemm_permute_1d(inputs: Inputs) -> Result:
