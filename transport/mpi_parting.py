@@ -8,7 +8,6 @@ own end or a deadline has passed, and exits without MPI_Finalize.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import TransportError
+from .leaving import leave_last
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -128,7 +128,7 @@ class _Process:
             self._pid = os.getpid()
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
-            atexit.register(self._leave)
+            leave_last(self._leave)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous_hook(kind, error, trace)

@@ -25,6 +25,7 @@ from .errors import TransportClosed, TransportError, TransportTimeout, Unavailab
 from .exchange import Exchange, plan_all_gather
 from .lane import HostTransport, open_lane
 from .last_words import LastWords
+from .leaving import keep_for_ever, leave_in_time
 from .nccl import NcclEngine
 from .presence import Presence
 from .roll import Column, Roll, open_roll
@@ -49,7 +50,7 @@ class _Gloo(Protocol):
     ) -> dist.Work: ...
 
 
-_abandoned: list[tuple[list[_Gloo], list[_GlooTicket]]] = []  # closed with transfers under way
+_abandoned: list[tuple[GlooWire, list[_Gloo], list[_GlooTicket]]] = []  # closed with transfers under way
 _num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 
@@ -214,6 +215,7 @@ class GlooWire:
         self._groups, self._slot = place.make_groups(timeout_s)
         self._columns = place.roll.columns(self._slot)
         self._under_way: list[_GlooTicket] = []
+        leave_in_time(self)
 
     def call_the_roll(self, roll: Roll) -> None:
         """Count on it from now on. Ranks have met by this wire before."""
@@ -230,7 +232,7 @@ class GlooWire:
         ticket = _GlooTicket(exchange, group, place, self._columns[purpose])
         self._under_way = [*(each for each in self._under_way if not each.work.is_completed()), ticket]
         if not self._groups:  # closed just now: `release` may not have seen the ticket
-            _abandoned.append(([group], [ticket]))
+            _abandoned.append((self, [group], [ticket]))
         return ticket
 
     def gather_bytes(self, timeout_s: float, mine: bytes, size: int) -> list[bytes]:
@@ -267,7 +269,7 @@ class GlooWire:
         self._groups, self._place = {}, None
         if place is not None and place.rank == 0:
             place.roll.give_back(self._slot)
-        _abandoned.append((groups, self._under_way))
+        _abandoned.append((self, groups, self._under_way))
         self._under_way = []
         del groups
         _drop_what_is_done()
@@ -275,6 +277,22 @@ class GlooWire:
         while _abandoned and time.monotonic() < patience:  # peers learn of it from connections that are gone
             time.sleep(0.005)
             _drop_what_is_done()
+
+    def leave(self, reason: str) -> None:
+        """See `Leaving.leave`. Dropping a group joins gloo's threads, which must not outlive the interpreter.
+
+        They drop the tensors of what they have done, some time after it is done, and need the interpreter's lock for
+        it. A thread that asks an ending interpreter for that lock is ended in a place where C++ allows no such thing,
+        and with it the process. What is still under way drops nothing if it is kept.
+        """
+        del reason
+        self.release(None)
+        keep_for_ever(*_abandoned)
+
+    def let_be(self) -> None:
+        """See `Leaving.let_be`. A child has no threads of its parent's, and would join them for ever."""
+        keep_for_ever(*self._groups.values(), *_abandoned)
+        _abandoned.clear()
 
 
 class _GlooTicket:
@@ -347,6 +365,6 @@ def _unprofiled() -> Iterator[None]:
 
 def _drop_what_is_done() -> None:
     for entry in list(_abandoned):
-        if all(ticket.work.is_completed() for ticket in entry[1]):
+        if all(ticket.work.is_completed() for ticket in entry[2]):
             with suppress(ValueError):  # another thread was faster
                 _abandoned.remove(entry)

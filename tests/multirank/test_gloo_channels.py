@@ -38,3 +38,13 @@ def test_a_rank_that_is_gone_while_gloo_connects_is_known_long_before_gloo_gives
         found = re.search(r"reported (.*)", done.outputs[rank])
         assert found, done.explain()
         assert re.search(said, found[1]), done.explain()
+
+
+@pytest.mark.parametrize("how", ["idle", "under way", "closed", "forks"])
+def test_a_rank_ends_well_whatever_gloo_still_does(how: str) -> None:
+    """Its threads need the interpreter to let go of tensors, and end the process with an abort when that is ending."""
+    done = launch("plain", 2, SCRIPT.with_name("gloo_leaving_rank.py"), [how], timeout_s=120, fresh=True)
+    assert done.returncode == 0, done.explain()
+    for rank, output in enumerate(done.outputs):
+        is_idle = rank == 1 or how in ("idle", "forks")
+        assert "left: 0 threads" in output or not is_idle, done.explain()

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from ..errors import TransportClosed, TransportError, TransportTimeout, Unavailable
 from ..exchange import Exchange, plan_all_to_all
+from ..leaving import keep_for_ever, leave_in_time
 from ..ring import Chunk
 from ..wire import Purpose, SizeCheck
 from .binding import Address, Completion
 from .endpoint import ADDRESS_BYTES, Endpoint, pack_endpoint, unpack_endpoint
-from .fork import guard_against_forks
 from .link import RECEIVES, RING_SLOTS, SENDS, Link
 from .memory import Slots, allocate
 from .messages import GRANTS, LEAVING, MESSAGE_BYTES, Grant, Key, Message, write_leaving
@@ -79,7 +79,7 @@ class VerbsWire:
         except BaseException:
             self._give_back()
             raise
-        guard_against_forks(self)
+        leave_in_time(self)
         self._pid = os.getpid()
 
     def _open(self) -> None:
@@ -355,6 +355,10 @@ class VerbsWire:
                 pass  # whoever waits gets the first error; this one is of no use to anybody
             finally:
                 self._give_back()
+
+    def let_be(self) -> None:
+        """See `Leaving.let_be`. A child has the same open device, and its objects would destroy the connections."""
+        keep_for_ever(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_pid"):  # it was made, at least
