@@ -27,10 +27,11 @@ report: $(READY)
 test: $(READY) lint
 	$(VENV)/bin/pytest
 
-# The whole fault campaign, under mpiexec too, a coverage-guided fuzzer, and other tests that take minutes
+# The whole fault campaign, under mpiexec too, a coverage-guided fuzzer, and other tests that take minutes; properties
+# with examples that are new in each run
 test-long: $(READY)
 	@$(PIP) install $(QUIET) $(PIP_FLAGS) --no-deps -r requirements/fuzz.txt
-	$(VENV)/bin/pytest --long -m long
+	$(VENV)/bin/pytest --long -m "long or hypothesis"
 
 # All tests that need GPUs, each with a deadline; stops when the time is over: make test-cuda DEVICE=cuda ARGS="--limit-s 600"
 test-cuda: $(READY)

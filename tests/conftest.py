@@ -13,18 +13,21 @@ if not torch.cuda.is_available():
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs in the background ignore it
 
-# An example takes as long as the machine takes, which may stand still for a moment. The same ones in every run of
-# continuous integration; elsewhere new ones, which may find something.
+# An example takes as long as the machine takes, which may stand still for a moment.
 SLOW_IS_FINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("new ones", SLOW_IS_FINE)
-settings.register_profile("ci", SLOW_IS_FINE, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "new ones")
+settings.register_profile("the same examples", SLOW_IS_FINE, derandomize=True)
+settings.register_profile("new examples", SLOW_IS_FINE)
 
 _left_out: list[pytest.Item] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run campaigns of minutes too, as `make test-long` does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What new examples find is no news of a change that happens to be tested then; campaigns look for it."""
+    settings.load_profile("new examples" if config.getoption("--long") else "the same examples")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
