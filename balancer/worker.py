@@ -22,6 +22,7 @@ from typing import Any
 from ..kernels.one_core import use_one_core
 from ..kernels.traced import traced
 from ..transport import TransportError
+from ..transport.background import BackgroundThread, python_ends
 from .batches.batch import JaggedBatch
 from .errors import BalancerError, PeerClosed, PeerFailed, describe
 from .protocol.header import State
@@ -122,8 +123,8 @@ class Worker:
         self._posted: Posted | None = None  # what the generator would wait for; None between steps
         self._ended = False
         self._driving = threading.Lock()  # held by whoever resumes the generator
-        self._thread: threading.Thread | None = None
-        _live.add(self)
+        self._thread: BackgroundThread | None = None
+        _live[self] = None
         _watch_interpreter()
         if not paced:
             self.run_freely()
@@ -181,10 +182,15 @@ class Worker:
         self.run_freely()
 
     def run_freely(self) -> None:
-        """Leave the rest of the epoch to a thread."""
-        if self._thread is None and not self._ended:
-            self._thread = threading.Thread(target=self._run_to_the_end, name="freescale-balancer", daemon=True)
-            self._thread.start()
+        """Leave the rest of the epoch to a thread; where Python ends, and begins no more threads, to the caller."""
+        if self._thread is not None or self._ended:
+            return
+        if python_ends():
+            self._run_to_the_end()
+            return
+        cut = self._protocol.transport.close
+        self._thread = BackgroundThread("freescale-balancer", self._run_to_the_end, self.close, cut)
+        self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread to end; false if it has not."""
@@ -302,7 +308,9 @@ def loop_state(protocol: Protocol, epoch: int, exhausted: bool, source_state: An
 
 _NO_MORE = object()
 _ENDING_S = 5.0  # more than a thread needs that has nothing left to do
-_live: weakref.WeakSet[Worker] = weakref.WeakSet()  # a thread keeps its worker until it ends
+# In order, the same on all ranks: those without a thread wait for their peers one after the other. A thread keeps its
+# worker until it ends.
+_live: weakref.WeakKeyDictionary[Worker, None] = weakref.WeakKeyDictionary()
 _watching = False
 _process_failed = False
 _GRACE_S = 5.0  # for peers to hear why this process ends; they may be waiting for it elsewhere

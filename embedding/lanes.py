@@ -7,9 +7,11 @@ on its own stream. On the CPU background jobs run in a thread, and urgent ones a
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..transport import Pending, Transport
+from ..transport.background import BackgroundThread
 from .device_arrays import Upload
 
 Job = Callable[[Transport], Pending | None]
@@ -98,11 +101,10 @@ class ThreadLane(Lane):
         self.transport = transport
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         self._last: _ThreadTicket | None = None
-        thread = threading.Thread(
-            target=_serve, args=(self._jobs, transport), name="freescale-embedding-background", daemon=True
-        )
+        run, ask = partial(_serve, self._jobs, transport), partial(self._jobs.put, None)
+        thread = BackgroundThread("freescale-embedding-background", run, ask, transport.close)
         thread.start()
-        self._end = weakref.finalize(self, end_thread, self._jobs, thread, transport)
+        self._end = weakref.finalize(self, end_threads, self._jobs, [thread], transport)
 
     def run(self, job: Job, *used: Tensor, uploads: Sequence[Upload] = (), after: Ticket | None = None) -> Ticket:
         """See `Lane.run`."""
@@ -158,14 +160,19 @@ def _serve(jobs: SimpleQueue[_ThreadTicket | None], transport: Transport) -> Non
         ticket = jobs.get()
 
 
-def end_thread(jobs: SimpleQueue[Any], thread: threading.Thread, transport: Transport) -> None:
-    """Let a thread end what it has to do, then close its channel, which ends what it waits for."""
+def end_threads(jobs: SimpleQueue[Any], threads: Sequence[threading.Thread], transport: Transport) -> None:
+    """Let threads end what they have to do, then close their channel, which ends what they wait for."""
     jobs.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)
+    _join(threads)
     transport.close()
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)
+    _join(threads)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class StreamLane(Lane):

@@ -27,7 +27,7 @@ from .device_arrays import Upload
 from .errors import EmbeddingError, IdOutOfRange, OutOfStep, SettingsDiffer
 from .forms import Bits, Ints, Layout
 from .host_ids import HostIds, fingerprint
-from .lanes import end_thread
+from .lanes import end_threads
 from .plan import GroupPlan, ask
 from .settings import digest
 from .stages import Batch, Indexing, Job, start_stages
@@ -86,8 +86,8 @@ class Planner:
     ) -> None:
         self._work = _Work(transport, layouts, slots, device, collides)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        last = start_stages(self._jobs, self._work)
-        self._end = weakref.finalize(self, end_thread, self._jobs, last, transport)
+        threads = start_stages(self._jobs, self._work, transport.close)
+        self._end = weakref.finalize(self, end_threads, self._jobs, threads, transport)
         work = self._work
         self._submit(Batch(HostIds([])), lambda _: work.agree(settings))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 from ..kernels.one_core import use_one_core
+from ..transport.background import BackgroundThread
 from .device_arrays import Upload
 from .errors import IdOutOfRange
 from .forms import Bits
@@ -90,8 +92,16 @@ class Work(Protocol):
         """Remember an error, and tell the others."""
 
 
-def start_stages(jobs: SimpleQueue[Job | None], work: Work) -> threading.Thread:
-    """Start the threads, each handing on to the next; returns the last."""
+def start_stages(
+    jobs: SimpleQueue[Job | None], work: Work, cut: Callable[[], None] = lambda: None
+) -> list[BackgroundThread]:
+    """Start the threads, each handing on to the next.
+
+    Args:
+        jobs: What they are to do; None ends them.
+        work: How.
+        cut: Lets what they wait for fail, when the process ends.
+    """
 
     def ask_first(job: Job) -> None:
         work.ask(job.batch)
@@ -108,12 +118,12 @@ def start_stages(jobs: SimpleQueue[Job | None], work: Work) -> threading.Thread:
             job.batch.ready.set()
 
     queues: list[SimpleQueue[Job | None]] = [jobs, SimpleQueue(), SimpleQueue()]
+    threads: list[BackgroundThread] = []
     for stage, (step, name) in enumerate(((ask_first, "ask"), (talk, "talk"), (index, "index"))):
-        following = queues[stage + 1] if stage < 2 else None
-        arguments = (queues[stage], following, step, work)
-        thread = threading.Thread(target=_run, args=arguments, name=f"freescale-embedding-{name}", daemon=True)
-        thread.start()
-    return thread
+        run = partial(_run, queues[stage], queues[stage + 1] if stage < 2 else None, step, work)
+        threads.append(BackgroundThread(f"freescale-embedding-{name}", run, partial(jobs.put, None), cut))
+        threads[-1].start()
+    return threads
 
 
 def _run(

@@ -6,10 +6,7 @@ for as long as some stream waits for a flag, and this thread is who raises the f
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -18,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .background import BackgroundThread
 from .base import Pending
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .lane import HostTransport
@@ -28,7 +26,6 @@ from .watch import watch
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.0005
 _MOST_ON_THE_WIRE = 2
 _MOST_LOOKS_AFTER_A_FAILURE = 40
-_LONGEST_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ class Mover:
         self._num_looks, self._stopping = 0, False
         nothing = np.zeros(lane.world_size, dtype=np.int64)
         self._headers_alone = lay_out_round(0, nothing, nothing, lane.rank, 1)
-        self._thread = threading.Thread(target=self._run, name=f"freescale staging {lane.rank}", daemon=True)
-        self._thread.start()
-        _running.add(self)
+        name = f"freescale staging {lane.rank}"
+        BackgroundThread(name, self._run, self._give_up_unless_stopping, self._give_up).start()
 
     def add(self, job: Job) -> None:
         """Pass on an exchange after those before."""
@@ -77,16 +73,6 @@ class Mover:
         self._stopping = True
         self._jobs.put(None)
 
-    def end(self, deadline: float) -> None:
-        """The process ends: finish what a closed channel has to do until a deadline, give up everything else."""
-        if self._stopping:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._fail(TransportClosed("the process ends"))
-            self._lane.close()
-            self.stop()
-            self._thread.join(_LONGEST_END_S)
-
     def raise_failure(self) -> None:
         """Raise what has ended the transfers that were under way."""
         if self._failure is not None:
@@ -96,6 +82,16 @@ class Mover:
         """Let the streams pass what nobody will bring."""
         if self._failure is not None:
             self.slots.let_go()
+
+    def _give_up_unless_stopping(self) -> None:
+        """The process ends: what a closed channel has to do may take seconds, everything else is given up."""
+        if not self._stopping:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._fail(TransportClosed("the process ends"))
+        self._lane.close()
+        self.stop()
 
     def _fail(self, error: TransportError) -> None:
         if self._failure is None:
@@ -125,8 +121,10 @@ class Mover:
             finally:
                 if self._has_failed():
                     self._lane.close()
-        if not self._has_failed():
-            self._await_emptied()
+        self._await_emptied()
+        if self._has_failed():
+            self.slots.let_go()  # by whoever may have overwritten it
+        else:
             self._lane.close()
             self.slots.put_away()
 
@@ -181,19 +179,8 @@ class Mover:
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _await_emptied(self) -> None:
-        while not self.slots.are_empty():
+        while not (self._has_failed() or self.slots.are_empty()):
             time.sleep(_LONGEST_NAP_S)
-
-
-_running: weakref.WeakSet[Mover] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """A thread that is inside a library when the interpreter ends would take the process down."""
-    deadline = time.monotonic() + _LONGEST_END_S
-    for mover in list(_running):
-        mover.end(deadline)
 
 
 def _write_headers(rows: Tensor, splits: np.ndarray[tuple[int], np.dtype[np.int64]], num_rounds: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
+
+from .background import BackgroundThread, python_ends
 
 _EVERY_S = 0.5
 
@@ -21,22 +22,30 @@ class Watch:
         self._changed = threading.Condition()
         self._looks: dict[Callable[[], bool], bool] = {}  # and whether it was added since it was last called
         self._pid = 0
+        self._ending = threading.Event()
 
     def add(self, look: Callable[[], bool]) -> None:
-        """Call `look` from now on, until it returns False. It must not raise."""
+        """Call `look` from now on, until it returns False or the process ends. It must not raise."""
+        if python_ends():
+            return
         with self._changed:
             if self._pid != os.getpid():  # the first of this process; threads do not survive a fork
-                self._pid, self._looks = os.getpid(), {}
-                threading.Thread(target=self._run, name="freescale deadlines", daemon=True).start()
+                self._pid, self._looks, self._ending = os.getpid(), {}, threading.Event()
+                BackgroundThread("freescale deadlines", self._run, self._end, self._end).start()
             is_new = look not in self._looks
             self._looks[look] = True
             if is_new:
                 self._changed.notify()
 
+    def _end(self) -> None:
+        self._ending.set()
+        with self._changed:
+            self._changed.notify()
+
     def _run(self) -> None:
-        while True:
+        while not self._ending.is_set():
             with self._changed:
-                while not self._looks:
+                while not (self._looks or self._ending.is_set()):
                     self._changed.wait()
                 self._looks = dict.fromkeys(self._looks, False)
                 looks = list(self._looks)
@@ -45,7 +54,7 @@ class Watch:
                 for look in done:
                     if not self._looks[look]:
                         del self._looks[look]
-            time.sleep(_EVERY_S)
+            self._ending.wait(_EVERY_S)
 
 
 watch = Watch()

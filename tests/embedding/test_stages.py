@@ -51,11 +51,12 @@ class Nothing:
 def run(work: Nothing, jobs: list[Job]) -> None:
     """Have the threads do jobs, and end."""
     queue: SimpleQueue[Job | None] = SimpleQueue()
-    last = start_stages(queue, work)
+    threads = start_stages(queue, work)
     for job in [*jobs, None]:
         queue.put(job)
-    last.join(TIMEOUT_S)
-    assert not last.is_alive()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
 
 
 def made(*, indexed: bool) -> tuple[Batch, Job]:
