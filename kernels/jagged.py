@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, shapes
 
-_INTEGERS = (torch.int64, torch.int32)
 Values = TypeVar("Values", Tensor, Sequence[Tensor])
 
 
@@ -45,9 +43,9 @@ def permute_jagged(values: Values, lengths: Tensor, rows: Tensor, total: int | N
         >>> values.tolist(), lengths.tolist()
         ([4, 5, 0, 4, 5], [2, 1, 2])
     """
-    _check_integers("lengths", lengths, 1)
-    _check_integers("rows", rows, 1)
-    moved, permuted_lengths = ops.permute_jagged(_as_list(values, lengths, rows), lengths, rows, total)
+    tensors = _as_list(values)
+    shapes.permute_jagged(tensors, lengths, rows, total)
+    moved, permuted_lengths = ops.permute_jagged(tensors, lengths, rows, total)
     return _like(values, moved), permuted_lengths
 
 
@@ -74,8 +72,9 @@ def dispatch_ranges(values: Values, starts: Tensor, lengths: Tensor, total: int 
         >>> dispatch_ranges(torch.arange(10), torch.tensor([7, 0]), torch.tensor([2, 3])).tolist()
         [7, 8, 0, 1, 2]
     """
-    _check_pairs(starts, lengths)
-    return _like(values, ops.dispatch_ranges(_as_list(values, starts, lengths), starts, lengths, total))
+    tensors = _as_list(values)
+    shapes.dispatch_ranges(tensors, starts, lengths, total)
+    return _like(values, ops.dispatch_ranges(tensors, starts, lengths, total))
 
 
 def combine_ranges(values: Values, starts: Tensor, lengths: Tensor, size: int) -> Values:
@@ -101,10 +100,9 @@ def combine_ranges(values: Values, starts: Tensor, lengths: Tensor, size: int) -
         >>> combine_ranges(torch.tensor([7, 8, 9]), torch.tensor([3, 0]), torch.tensor([1, 2]), size=5).tolist()
         [8, 9, 0, 7, 0]
     """
-    _check_pairs(starts, lengths)
-    if size < 0:
-        raise ValueError(f"size must not be negative, got {size}")
-    return _like(values, ops.combine_ranges(_as_list(values, starts, lengths), starts, lengths, size))
+    tensors = _as_list(values)
+    shapes.combine_ranges(tensors, starts, lengths, size)
+    return _like(values, ops.combine_ranges(tensors, starts, lengths, size))
 
 
 def transpose_keyed(values: Values, lengths: Tensor) -> tuple[Values, Tensor]:
@@ -128,42 +126,14 @@ def transpose_keyed(values: Values, lengths: Tensor) -> tuple[Values, Tensor]:
         >>> values.tolist(), lengths.tolist()
         ([0, 3, 4, 5, 1, 2], [[1, 3], [2, 0]])
     """
-    _check_integers("lengths", lengths, 2)
-    moved, transposed = ops.transpose_keyed(_as_list(values, lengths), lengths)
+    tensors = _as_list(values)
+    shapes.transpose_keyed(tensors, lengths)
+    moved, transposed = ops.transpose_keyed(tensors, lengths)
     return _like(values, moved), transposed
 
 
-def _check_integers(name: str, tensor: Tensor, dimensions: int) -> None:
-    if tensor.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
-    if tensor.dim() != dimensions:
-        raise ValueError(f"{name} must have {dimensions} dimension(s), got shape {list(tensor.shape)}")
-
-
-def _check_pairs(starts: Tensor, lengths: Tensor) -> None:
-    _check_integers("starts", starts, 1)
-    _check_integers("lengths", lengths, 1)
-    if starts.shape != lengths.shape:
-        raise ValueError(f"starts and lengths must have one shape, got {len(starts)} and {len(lengths)}")
-
-
-def _as_list(values: Values, *structure: Tensor) -> list[Tensor]:
-    tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
-    if not tensors:
-        raise ValueError("values must hold at least one tensor, got an empty sequence")
-    first, *others = tensors
-    if first.dim() == 0 or (others and _have_other_rows(others, first.shape[0])):
-        shapes = [list(each.shape) for each in tensors]
-        raise ValueError(f"values must have rows, and the same number of them, got shapes {shapes}")
-    device = first.device
-    for tensor in (*others, *structure):
-        if tensor.device != device:
-            raise ValueError(f"all tensors must be on one device, got {device} and {tensor.device}")
-    return tensors
-
-
-def _have_other_rows(tensors: list[Tensor], rows: int) -> bool:
-    return any(tensor.dim() == 0 or tensor.shape[0] != rows for tensor in tensors)
+def _as_list(values: Values) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)
 
 
 def _like(values: Values, moved: list[Tensor]) -> Values:

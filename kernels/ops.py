@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import host_jagged
+from . import host_jagged, shapes
 
 _SCHEMAS = {
     "permute_jagged": "(Tensor[] values, Tensor lengths, Tensor rows, SymInt? total) -> (Tensor[], Tensor)",
@@ -152,6 +153,8 @@ def _is_direct(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
     """
     if _is_compiling() or _modes() or _function_modes() or _transforms() is not None or _tracer() is not None:
         return False
+    if forward_ad._current_level >= 0:
+        return False
     for argument in arguments:
         if type(argument) not in _ORDINARY:
             return False
@@ -164,18 +167,37 @@ def _is_direct(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
     return True
 
 
+def _refuse_tangents(name: str, values: list[Tensor]) -> None:
+    """Operators in Python have no forward-mode gradient, and PyTorch would drop it without a word."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in values):
+        raise NotImplementedError(
+            f"{name} has no forward-mode gradient: it is linear in its values, so call it with the tangents as well"
+        )
+
+
+def _checked(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """For calls of the registered operator, which have not come by `freescale.kernels`."""
+    check = getattr(shapes, name)
+
+    def checked(values: list[Tensor], *args: Any) -> Any:
+        check(values, *args)
+        _refuse_tangents(name, values)
+        return implementation(values, *args)
+
+    return checked
+
+
 def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None], backward: Callable[..., Any]) -> Any:
     """Define an operator in both overloads; return a function that calls the one that its arguments need."""
+    on_host, on_gpu = getattr(host_jagged, name), _on_gpu(name)
     for overload in (name, f"{name}.plain"):
         _library.define(overload + _SCHEMAS[name])
-        _library.impl(overload, getattr(host_jagged, name), "CPU")
-        _library.impl(overload, _on_gpu(name), "CUDA")
+        _library.impl(overload, _checked(name, on_host), "CPU")
+        _library.impl(overload, _checked(name, on_gpu), "CUDA")
         torch.library.register_fake(f"freescale::{overload}", fake, lib=_library)
     torch.library.register_autograd(f"freescale::{name}", backward, setup_context=remember, lib=_library)
     packet = getattr(torch.ops.freescale, name)
     differentiable, plain = packet.default, packet.plain
-
-    on_host, on_gpu = getattr(host_jagged, name), _on_gpu(name)
 
     def either(values: list[Tensor], *args: Any) -> Any:
         if _is_direct(values, args):
@@ -183,6 +205,8 @@ def _operator(name: str, fake: Callable[..., Any], remember: Callable[..., None]
                 return on_host(values, *args)
             if values[0].is_cuda:
                 return on_gpu(values, *args)
+        if not _is_compiling():
+            _refuse_tangents(name, values)
         if _is_grad_enabled() and True in [tensor.requires_grad for tensor in values]:
             return differentiable(values, *args)
         return plain(values, *args)

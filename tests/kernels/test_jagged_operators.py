@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,6 +157,54 @@ def test_one_tensor_gives_a_tensor_and_a_sequence_gives_a_list() -> None:
 def test_bad_arguments_are_named(call: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+MANY, SHORT = torch.arange(100_000), torch.arange(3)
+EACH, FROM = torch.full((100,), 1000), torch.arange(0, 100_000, 1000)
+
+
+@pytest.mark.parametrize("overload", ["default", "plain"])
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "words"),
+    [
+        ("permute_jagged", ([MANY, SHORT], EACH, torch.arange(100), None), ValueError, r"\[\[100000\], \[3\]\]"),
+        ("permute_jagged", ([MANY], EACH, torch.arange(100).double(), None), TypeError, "rows must be int64 or int32"),
+        ("dispatch_ranges", ([MANY, SHORT], FROM, EACH, None), ValueError, r"\[\[100000\], \[3\]\]"),
+        ("dispatch_ranges", ([], FROM, EACH, None), (ValueError, NotImplementedError), "at least one|backend"),
+        ("combine_ranges", ([MANY, SHORT], FROM, EACH, 100_000), ValueError, r"\[\[100000\], \[3\]\]"),
+        ("combine_ranges", ([MANY], FROM[:1], EACH, 100_000), ValueError, "one shape, got 1 and 100"),
+        ("sum_ranges", ([MANY, SHORT], FROM, EACH, 100_000), ValueError, r"\[\[100000\], \[3\]\]"),
+        ("sum_ranges", ([MANY], FROM[:1], EACH, 100_000), ValueError, "one shape, got 1 and 100"),
+        ("transpose_keyed", ([MANY, SHORT], EACH.view(10, 10)), ValueError, r"\[\[100000\], \[3\]\]"),
+    ],
+)  # fmt: skip
+def test_registered_operators_check_shapes_too(
+    name: str, arguments: tuple[Any, ...], error: Any, words: str, overload: str
+) -> None:
+    """A shorter tensor beside another was read beyond its end."""
+    with pytest.raises(error, match=words):
+        getattr(getattr(torch.ops.freescale, name), overload)(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, at the first jvp
+def test_forward_mode_gradients_are_refused_where_there_are_any() -> None:
+    values, tangent = torch.arange(6.0), torch.ones(6)
+
+    def permuted(given: Tensor) -> Tensor:
+        return permute_jagged(given, LENGTHS, ROWS)[0]
+
+    for times in (1, 5000):  # few rows go by operations of torch, which would know the tangent
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(values.repeat(times), tangent.repeat(times))
+            lengths = torch.tensor([len(dual)])
+            with pytest.raises(NotImplementedError, match="permute_jagged has no forward-mode gradient"):
+                permute_jagged(dual, lengths, torch.tensor([0]))
+            with pytest.raises(NotImplementedError, match="dispatch_ranges has no forward-mode gradient"):
+                torch.ops.freescale.dispatch_ranges([dual], torch.tensor([0]), lengths, None)
+            assert torch.equal(permuted(values), reference.permute_jagged(values, LENGTHS, ROWS)[0])
+    with pytest.raises(NotImplementedError, match="permute_jagged has no forward-mode gradient"):
+        torch.func.jvp(permuted, (values,), (tangent,))
+    assert torch.func.jvp(lambda scale: scale * permuted(values), (tangent[0],), (tangent[0],))[1].shape == (11,)
 
 
 def test_sources_beyond_two_to_the_31_rows_are_addressed(path: Any) -> None:
