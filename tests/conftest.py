@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ settings.register_profile("the same examples", SLOW_IS_FINE, derandomize=True)
 settings.register_profile("new examples", SLOW_IS_FINE)
 
 _left_out: list[pytest.Item] = []
+
+
+@pytest.fixture
+def three_cores() -> Iterator[None]:
+    """Torch divides operations between three cores, so that threads which keep to one are seen to do so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

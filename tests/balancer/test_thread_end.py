@@ -60,6 +60,7 @@ def test_tensors_of_planning_are_freed_by_whoever_takes_the_batch() -> None:
         assert freed_by == [threading.current_thread().name] * number
 
 
+@pytest.mark.usefixtures("three_cores")
 def test_torch_uses_one_core_in_the_thread_and_as_many_as_before_in_the_trainers() -> None:
     counts: list[int] = []
 
@@ -68,13 +69,8 @@ def test_torch_uses_one_core_in_the_thread_and_as_many_as_before_in_the_trainers
             counts.append(torch.get_num_threads())
             yield {"x": torch.ones(2), "length": torch.tensor([3, 5])}
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for _ in balance(Counting(), connect("local"), "length"):
-            assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    for _ in balance(Counting(), connect("local"), "length"):
+        assert torch.get_num_threads() == 3
     assert counts == [1]
 
 

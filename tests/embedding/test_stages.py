@@ -81,12 +81,9 @@ def test_nobody_waits_for_a_batch_whose_planning_failed_or_was_never_begun() -> 
     assert all(batch.ready.is_set() for batch in batches)
 
 
+@pytest.mark.usefixtures("three_cores")
 def test_the_threads_leave_the_other_cores_to_the_trainer() -> None:
-    before, work = torch.get_num_threads(), Nothing()
-    torch.set_num_threads(3)
-    try:
-        run(work, [made(indexed=True)[1]])
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    work = Nothing()
+    run(work, [made(indexed=True)[1]])
+    assert torch.get_num_threads() == 3
     assert work.cores == [1, 1]

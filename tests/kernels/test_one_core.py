@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from freescale.kernels.one_core import use_one_core
-
-
-@pytest.fixture
-def three_cores() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_a_thread(todo: Callable[[], object] = lambda: None) -> int:
