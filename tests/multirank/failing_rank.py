@@ -15,6 +15,8 @@ import torch
 
 from freescale.transport import Transport, TransportError, connect
 
+from hurried import hurry_gloo, is_over_gloo
+
 _PATIENCE_S = 60.0  # for what surely comes, on any machine
 
 
@@ -53,7 +55,7 @@ def fail(how: str, transport: Transport) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "stop inside":
-        lane = trusting_channel(transport)
+        lane = trusting_channel(transport, 4)
         wait_for([0, 2], "ready")
         lane.all_gather(torch.zeros(1 << 20))
         say(1, "begun")
@@ -61,7 +63,7 @@ def fail(how: str, transport: Transport) -> None:
             wait_for([0, 2], "at data")
         os.kill(os.getpid(), signal.SIGSTOP)
     if how in ("stop unchecked", "kill unchecked"):
-        lane = transport.channel("trusting", check_sizes=False)
+        lane = trusting_channel(transport)
         lane.all_gather(torch.zeros(1)).wait()
         os.kill(os.getpid(), signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
     if how == "exit":
@@ -100,11 +102,13 @@ def connect_without(dead: int, rank: int, timeout_s: float) -> None:
         print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
 
 
-def trusting_channel(transport: Transport) -> Transport:
-    """Gloo itself gives up long after the deadline."""
-    deadline_s, transport.timeout_s = transport.timeout_s, transport.timeout_s + 4
+def trusting_channel(transport: Transport, later_s: float = 0) -> Transport:
+    """It gives up when the transport would, or so much later; made with patience, but over MPI, which goes by that."""
+    deadline_s, lane_s = transport.timeout_s, transport.timeout_s + later_s
+    transport.timeout_s = max(lane_s, _PATIENCE_S) if is_over_gloo(transport) else lane_s
     lane = transport.channel("trusting", check_sizes=False)
-    transport.timeout_s = deadline_s
+    transport.timeout_s, lane.timeout_s = deadline_s, lane_s
+    hurry_gloo(lane, lane_s)
     return lane
 
 
@@ -114,7 +118,7 @@ def exchange_with_stopped(transport: Transport, pid: int) -> None:
     Over gloo it has given its sizes, and stops before it would look at those of the others. Over MPI it stops before
     the others begin: they can take out of its memory what is too large for a message, but not give it theirs.
     """
-    lane = trusting_channel(transport)
+    lane = trusting_channel(transport, 4)  # gloo itself gives up long after the deadline
     say(transport.rank, "ready")
     wait_for([1], "begun")
     if lane.check_sizes:
@@ -142,10 +146,13 @@ def main(backend: str, how: str, timeout_s: str) -> None:
         MPI.COMM_WORLD.Barrier()  # some ranks take seconds to start, more than the deadline
         if how == "gone before connecting":
             return connect_without(1, MPI.COMM_WORLD.Get_rank(), float(timeout_s))
-    transport = connect(backend, timeout_s=float(timeout_s))
+    deadline_s = float(timeout_s)
+    transport = connect(backend, timeout_s=deadline_s if backend == "mpi" else max(deadline_s, _PATIENCE_S))
+    pids = transport.all_gather(torch.tensor([os.getpid()])).wait().tolist()
+    transport.timeout_s = deadline_s
+    hurry_gloo(transport, deadline_s)
     if how == "stuck thread" and transport.rank != 1:
         transport.timeout_s = _PATIENCE_S  # how long rank 1 is kept goes by its own
-    pids = transport.all_gather(torch.tensor([os.getpid()])).wait().tolist()
     print("begun", flush=True)
     begun = time.monotonic()
     try:
@@ -164,7 +171,7 @@ def main(backend: str, how: str, timeout_s: str) -> None:
         elif how == "stop inside":
             exchange_with_stopped(transport, pids[1])
         elif how in ("stop unchecked", "kill unchecked"):
-            lane = transport.channel("trusting", check_sizes=False)
+            lane = trusting_channel(transport)
             for _ in range(3):
                 lane.all_gather(torch.zeros(1)).wait()
         elif how == "fork":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launched_ahead import Case, cases, launches
-from rank_processes import Launched, launch
+from rank_processes import Launched, launch, support_path
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(__file__).with_name("failing_rank.py")
@@ -27,7 +27,8 @@ def fail(backend: str, how: str) -> Launched:
     # torchrun ends all ranks when one fails; here the ranks themselves must.
     launcher = "plain" if backend == "process_group" else "mpi"
     arguments = [backend, how.removesuffix(" the job"), str(NO_DEADLINE_S if how in AT_ONCE else DEADLINE_S)]
-    done = launch(launcher, 3, SCRIPT, arguments, timeout_s=LAUNCH_S, recovery=how in RECOVERED)
+    more = {"PYTHONPATH": support_path()}
+    done = launch(launcher, 3, SCRIPT, arguments, timeout_s=LAUNCH_S, recovery=how in RECOVERED, environment=more)
     assert not done.timed_out, done.explain()
     assert all("begun" in output for output in done.outputs), done.explain()
     return done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ import torch
 from freescale.transport import SizeMismatch, Transport, TransportClosed, TransportError, TransportTimeout
 from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
-from freescale.transport.process_group import GlooWire
 
 from contract_channels import held
+from hurried import hurry_gloo
 
 
 def check_a_size_mismatch_is_raised_on_both_sides_only(transport: Transport) -> None:
@@ -168,9 +167,7 @@ def late_check_a_channel_closed_with_transfers_under_way_is_given_back_later(tra
 
 
 def hurried_channel(transport: Transport, name: str, check_sizes: bool | None = None) -> Transport:
-    """One on which gloo, too, gives up soon what is under way; until then it keeps a process from ending."""
+    """One on which gloo, too, gives up soon what is under way."""
     lane = transport.channel(name, check_sizes)
-    if isinstance(lane, HostTransport) and isinstance(lane._wire, GlooWire):
-        for group in lane._wire._groups.values():
-            group._set_default_timeout(timedelta(seconds=4))  # type: ignore[attr-defined]  # a ProcessGroupGloo
+    hurry_gloo(lane, 4)
     return lane
