@@ -16,7 +16,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ..balancer.batches.batch import Column, JaggedBatch
-from ..balancer.protocol.payload import Sections, message_bytes, pack
+from ..balancer.protocol.payload import Sections, message_bytes, pack, unpack
 from ..balancer.protocol.schema import Schema
 from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .environment import environment
@@ -27,8 +27,9 @@ _EPILOG = """examples:
   python -m freescale.bench.packing --mean 500 3000 --samples 128 2560 --destinations 4 512 --json packing.json
 
 One thread. All samples of a batch leave for random ranks. "pack" is what the balancer does: find the bytes of each
-sample, order them by destination, copy them into messages. "torch.cat" joins slices of one column in the same order
-into a reused buffer, without lengths or padding. FBGEMM, where installed, permutes one column by the same order."""
+sample, order them by destination, copy them into messages. "unpack" makes columns of these messages, as if each came
+from another rank. "torch.cat" joins slices of one column in the same order into a reused buffer, without lengths or
+padding. FBGEMM, where installed, permutes one column by the same order, without a look at lengths or order."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Outcome:
     pack_ms: float
     pack_ms_range: tuple[float, float]
     pack_share: float
+    unpack_ms: float
+    unpack_share: float
     cat_share: float
     fbgemm_share: float | None
 
@@ -152,13 +155,19 @@ def _measure_one(
         slices = values.split(lengths.tolist())
         return torch.cat([slices[i] for i in order.tolist()], out=buffer)
 
+    messages, nothing = packed(), Sections(schema.empty_batch(), schema)
+
+    def unpacked() -> JaggedBatch:
+        return unpack(messages.numpy(), sizes, num_samples, nothing, order[:0], schema, 0)
+
     permute = _fbgemm_permute(values, lengths, order)
-    _check(packed(), batch, owners, sizes, cat())
+    _check(messages, batch, owners, sizes, cat())
+    assert unpacked().equal(batch.take(order.tolist())), "messages were unpacked wrongly"
     if permute is not None:
         assert torch.equal(permute(), cat()), "FBGEMM gave another order"
-    timed: list[Callable[[], object]] = [copy, packed, cat, *([permute] if permute is not None else [])]
+    timed: list[Callable[[], object]] = [copy, packed, unpacked, cat, *([permute] if permute is not None else [])]
     times = _times(timed, repeats)
-    copy_ms, pack_ms, cat_ms = (statistics.median(t) for t in times[:3])
+    copy_ms, pack_ms, unpack_ms, cat_ms = (statistics.median(t) for t in times[:4])
     one_column_ms = copy_ms / len(sources)
     return Outcome(
         mean_length=mean_length,
@@ -170,8 +179,10 @@ def _measure_one(
         pack_ms=pack_ms,
         pack_ms_range=(min(times[1]), max(times[1])),
         pack_share=copy_ms / pack_ms,
+        unpack_ms=unpack_ms,
+        unpack_share=copy_ms / unpack_ms,
         cat_share=one_column_ms / cat_ms,
-        fbgemm_share=one_column_ms / statistics.median(times[3]) if permute is not None else None,
+        fbgemm_share=one_column_ms / statistics.median(times[4]) if permute is not None else None,
     )
 
 
@@ -229,6 +240,8 @@ def _table(outcomes: list[Outcome]) -> Table:
             "pack ms",
             "range",
             "pack",
+            "unpack ms",
+            "unpack",
             "torch.cat",
             "FBGEMM",
         ],
@@ -243,6 +256,8 @@ def _table(outcomes: list[Outcome]) -> Table:
             f"{o.pack_ms:.3f}",
             f"{o.pack_ms_range[0]:.3f}-{o.pack_ms_range[1]:.3f}",
             f"{o.pack_share:.2f}",
+            f"{o.unpack_ms:.3f}",
+            f"{o.unpack_share:.2f}",
             f"{o.cat_share:.2f}",
             "not installed" if o.fbgemm_share is None else f"{o.fbgemm_share:.2f}",
         )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _WAYS = (
     ("pack_share", "packed", "#1f77b4"),
+    ("unpack_share", "unpacked", "#ff7f0e"),
     ("cat_share", "torch.cat", "black"),
     ("fbgemm_share", "FBGEMM", "#2ca02c"),
 )

@@ -119,7 +119,7 @@ def message_bytes(schema: Schema, payload_bytes: Int64s, num_samples: Int64s) ->
 
     A sum over samples does not tell how much padding the sections need, so each message has room for the most.
     """
-    padded = (payload_bytes + (schema.layout.padding_bytes + 7)) // 8 * 8
+    padded = (payload_bytes + (schema.layout.padding_bytes + 7)) & -8
     return padded * (num_samples > 0)
 
 
@@ -182,7 +182,8 @@ def _pad(lengths: Int64s, counts: Int64s, num_parts: int, sizes: Int64s) -> None
     """
     widths = counts.repeat(num_parts)
     ends = _accumulate(widths)
-    totals = np.add.reduceat(lengths, ends - widths).reshape(-1, num_parts)
+    # Of one dimension, this would let go of the interpreter lock.
+    totals = np.add.reduceat(lengths.reshape(1, -1), ends - widths, axis=1).reshape(-1, num_parts)
     padding = -totals % 8
     padding[:, -1] += sizes - _sum(totals + padding, axis=1)
     # Negative numbers are huge ones without a sign.
@@ -307,7 +308,7 @@ def _find(
     entries = np.minimum(counts, room // np.maximum(layout.entry_bytes, 1) + 1)
     entries[:, rank] = 0
     sizes = entries * layout.entry_bytes
-    padded = (sizes + 7) // 8 * 8
+    padded = (sizes + 7) & -8
     before = _accumulate(padded) - padded
     over = before + sizes > room
     over[:, rank] = False

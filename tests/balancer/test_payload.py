@@ -111,6 +111,22 @@ def test_every_sample_arrives_whole_and_in_global_order(world_size: int, seed: i
             assert balanced[rank][name].values.shape[1:] == batches[0][name].values.shape[1:]
 
 
+@pytest.mark.parametrize("dtypes", [[torch.int64], DTYPES[:3]], ids=["words", "padded"])
+@pytest.mark.parametrize("world_size", [255, 256, 257, 70000])
+def test_messages_are_in_the_order_of_ranks_however_many_there_are(world_size: int, dtypes: list[torch.dtype]) -> None:
+    batch = make_batch(torch.Generator().manual_seed(0), 40, dtypes)
+    owners = np.random.default_rng(0).integers(1, world_size, 40)
+    owners[[3, 17]] = world_size - 1
+    schema, counts = Schema.of(batch), np.bincount(owners, minlength=world_size)
+    sections, nothing = Sections(batch, schema), Sections(batch.take([]), schema)
+    payload = np.bincount(owners, sections.payload_bytes(), world_size).astype(np.int64)
+    sizes = message_bytes(schema, payload, counts)
+    message = pack(sections, owners, 0, counts, sizes)
+    assert len(message) == sizes.sum()
+    arrived = unpack(message.numpy(), sizes, counts, nothing, np.zeros(0, np.int64), schema, 0)
+    assert arrived.equal(batch.take(np.argsort(owners, kind="stable").tolist()))
+
+
 def test_what_a_rank_without_samples_gets_can_be_viewed_as_bytes() -> None:
     batch = make_batch(torch.Generator().manual_seed(0), 3, DTYPES[:3])
     nothing, _ = shuffle([batch, batch], [np.array([1, 1, 1]), np.array([1, 1, 1])])
