@@ -176,7 +176,7 @@ _ALIGNMENT = 64
 _PADDING = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device="cpu")
 _PADDING_AT = _PADDING.data_ptr()
 _MOST_TOGETHER = 16 * 2**20  # bytes; beyond, a call more is nothing, and smaller buffers are easier to find room for
-_MANY = 1 << 12
+_MANY = 1 << 13
 
 
 @functools.cache
