@@ -111,16 +111,7 @@ def train(settings: Settings, way: Way, transport: Transport, done: Callable[[],
     Returns:
         For each step, over all ranks: sum of log losses, number of clicks, number of items. Shape [steps, 3], float64.
     """
-    torch.manual_seed(settings.seed)
-    roles = settings.roles
-    model: nn.Module = SequenceModel(roles, settings.width, num_rows=settings.num_rows)
-    model = prioritize(
-        model,
-        transport.channel("tables"),
-        optimizer=RowwiseAdagrad(lr=0.02, eps=1e-6),
-        ids=looked_up(roles, settings.num_rows),
-        synchronous=not way.is_prioritized,
-    )
+    roles, model = settings.roles, _model(settings, way, transport)
     # Sums of squares that start above zero: else the first steps follow the sign of rounding errors.
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=1e-3)
     loader = balance(
@@ -158,6 +149,17 @@ def train(settings: Settings, way: Way, transport: Transport, done: Callable[[],
     tables: Any = model.prioritized_embeddings
     tables.close()
     return gathered.sum(0)
+
+
+def _model(settings: Settings, way: Way, transport: Transport) -> nn.Module:
+    torch.manual_seed(settings.seed)
+    return prioritize(
+        SequenceModel(settings.roles, settings.width, num_rows=settings.num_rows),
+        transport.channel("tables"),
+        optimizer=RowwiseAdagrad(lr=0.02, eps=1e-6),
+        ids=looked_up(settings.roles, settings.num_rows),
+        synchronous=not way.is_prioritized,
+    )
 
 
 def main() -> None:

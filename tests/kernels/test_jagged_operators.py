@@ -170,7 +170,7 @@ EACH, FROM = torch.full((100,), 1000), torch.arange(0, 100_000, 1000)
         ("permute_jagged", ([MANY, SHORT], EACH, torch.arange(100), None), ValueError, r"\[\[100000\], \[3\]\]"),
         ("permute_jagged", ([MANY], EACH, torch.arange(100).double(), None), TypeError, "rows must be int64 or int32"),
         ("dispatch_ranges", ([MANY, SHORT], FROM, EACH, None), ValueError, r"\[\[100000\], \[3\]\]"),
-        ("dispatch_ranges", ([], FROM, EACH, None), (ValueError, NotImplementedError), "at least one|backend"),
+        ("dispatch_ranges", ([], FROM, EACH, None), ValueError, "at least one tensor"),
         ("combine_ranges", ([MANY, SHORT], FROM, EACH, 100_000), ValueError, r"\[\[100000\], \[3\]\]"),
         ("combine_ranges", ([MANY], FROM[:1], EACH, 100_000), ValueError, "one shape, got 1 and 100"),
         ("sum_ranges", ([MANY, SHORT], FROM, EACH, 100_000), ValueError, r"\[\[100000\], \[3\]\]"),
@@ -179,7 +179,7 @@ EACH, FROM = torch.full((100,), 1000), torch.arange(0, 100_000, 1000)
     ],
 )  # fmt: skip
 def test_registered_operators_check_shapes_too(
-    name: str, arguments: tuple[Any, ...], error: Any, words: str, overload: str
+    name: str, arguments: tuple[Any, ...], error: type[Exception], words: str, overload: str
 ) -> None:
     """A shorter tensor beside another was read beyond its end."""
     with pytest.raises(error, match=words):
