@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from torchdata.nodes import BaseNode
 
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_REPLAY_VERSION = 2  # of states; those before said no version, and had checksums of another kind
+_REPLAY_VERSION = 2  # of states: how the checksum is taken; the first ones said no version, and some had another
+_OTHER_VERSION = (
+    "another version of freescale saved the state in mid-epoch and took the checksum of its last batch in another way: "
+    "then only that version can go on to the end of the epoch"
+)
 _USE_STATEFUL = "use a loader with a state, such as torchdata.stateful_dataloader.StatefulDataLoader"
 
 
@@ -86,19 +90,15 @@ class ReplayedSource:
 
         Raises:
             ValueError: The loader shuffles, so a second reading would give other batches; or another version of this
-                package saved the state, so that nobody can tell whether it does.
+                package saved the state, and nobody can tell whether it does.
         """
         self._taken = 0
         if not state or not state["taken"]:
             return self._count(iter(self._loader))
         self.refuse_shuffling()
-        if (version := state.get("version", 1)) != _REPLAY_VERSION:
-            raise ValueError(
-                f"state version must be {_REPLAY_VERSION}, got {version}: another version of freescale saved it in the "
-                "middle of an epoch and took checksums of batches in another way, so whether the loader still gives "
-                "the same ones cannot be checked; go on with that version to the end of the epoch"
-            )
-        return self._replay(state["taken"], state["fingerprint"])
+        if (version := state.get("version")) not in (None, _REPLAY_VERSION):
+            raise ValueError(f"state version must be {_REPLAY_VERSION}, got {version!r}: {_OTHER_VERSION}")
+        return self._replay(state["taken"], state["fingerprint"], "" if version else f", unless {_OTHER_VERSION}")
 
     def refuse_shuffling(self) -> None:
         """Raise ValueError if the loader says that it shuffles. One that does not say so is found when it goes on."""
@@ -115,7 +115,7 @@ class ReplayedSource:
                 "the source itself"
             )
 
-    def _replay(self, taken: int, fingerprint: int) -> Iterator[Any]:
+    def _replay(self, taken: int, fingerprint: int, doubt: str) -> Iterator[Any]:
         batches = self._count(iter(self._loader))
         for _ in range(taken):
             last = next(batches, None)
@@ -124,7 +124,7 @@ class ReplayedSource:
         if self._fingerprint(last) != fingerprint:
             raise ValueError(
                 f"batch {taken - 1} is not what it was when the state was saved: the loader shuffles or changed, "
-                f"so it cannot go on; {_USE_STATEFUL}"
+                f"so it cannot go on; {_USE_STATEFUL}{doubt}"
             )
         for batch in batches:  # noqa: UP028 - `yield from` would close the user's iterator with this one
             yield batch
