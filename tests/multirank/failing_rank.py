@@ -8,23 +8,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from freescale.transport import Transport, TransportError, connect
 
-from hurried import hurry_gloo, is_over_gloo
-
-_PATIENCE_S = 60.0  # for what surely comes, on any machine
-
-
-def wait_until(comes: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not comes():
-        assert time.monotonic() < deadline, f"waited {_PATIENCE_S} s until {what}"
-        time.sleep(0.01)
+from patience import PATIENCE_S, hurry_gloo, is_over_gloo, is_still, wait_until
 
 
 def say(rank: int, what: str) -> None:
@@ -35,15 +25,6 @@ def say(rank: int, what: str) -> None:
 def wait_for(ranks: list[int], what: str) -> None:
     names = [f"{what}-{rank}" for rank in ranks]
     wait_until(lambda: all((Path(tempfile.gettempdir()) / name).exists() for name in names), f"ranks said {names}")
-
-
-def is_stopped(pid: int) -> bool:
-    """All threads of a process are."""
-    try:
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:  # a thread that ends
-        return False
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def fail(how: str, transport: Transport) -> None:
@@ -102,10 +83,19 @@ def connect_without(dead: int, rank: int, timeout_s: float) -> None:
         print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
 
 
+def make_channel_without(transport: Transport) -> None:
+    """A rank is dead, and the others catch the error."""
+    begun = time.monotonic()
+    try:
+        transport.channel("incomplete")
+    except TransportError as error:
+        print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+
+
 def trusting_channel(transport: Transport, later_s: float = 0) -> Transport:
     """It gives up when the transport would, or so much later; made with patience, but over MPI, which goes by that."""
     deadline_s, lane_s = transport.timeout_s, transport.timeout_s + later_s
-    transport.timeout_s = max(lane_s, _PATIENCE_S) if is_over_gloo(transport) else lane_s
+    transport.timeout_s = max(lane_s, PATIENCE_S) if is_over_gloo(transport) else lane_s
     lane = transport.channel("trusting", check_sizes=False)
     transport.timeout_s, lane.timeout_s = deadline_s, lane_s
     hurry_gloo(lane, lane_s)
@@ -126,7 +116,7 @@ def exchange_with_stopped(transport: Transport, pid: int) -> None:
         wait_until(lambda: pending.test() or pending._data is not None, "sizes are known")  # type: ignore[attr-defined]  # a HostPending
         say(transport.rank, "at data")
     else:
-        wait_until(lambda: is_stopped(pid), "rank 1 has stopped")
+        wait_until(lambda: is_still(pid), "rank 1 has stopped")
         pending = lane.all_gather(torch.zeros(1 << 20))
     lane.timeout_s = transport.timeout_s
     pending.wait()
@@ -147,12 +137,12 @@ def main(backend: str, how: str, timeout_s: str) -> None:
         if how == "gone before connecting":
             return connect_without(1, MPI.COMM_WORLD.Get_rank(), float(timeout_s))
     deadline_s = float(timeout_s)
-    transport = connect(backend, timeout_s=deadline_s if backend == "mpi" else max(deadline_s, _PATIENCE_S))
+    transport = connect(backend, timeout_s=deadline_s if backend == "mpi" else max(deadline_s, PATIENCE_S))
     pids = transport.all_gather(torch.tensor([os.getpid()])).wait().tolist()
     transport.timeout_s = deadline_s
     hurry_gloo(transport, deadline_s)
     if how == "stuck thread" and transport.rank != 1:
-        transport.timeout_s = _PATIENCE_S  # how long rank 1 is kept goes by its own
+        transport.timeout_s = PATIENCE_S  # how long rank 1 is kept goes by its own
     print("begun", flush=True)
     begun = time.monotonic()
     try:
@@ -163,11 +153,7 @@ def main(backend: str, how: str, timeout_s: str) -> None:
         elif how == "raise before a channel":
             transport.channel("incomplete")
         elif how == "gone before a channel":
-            try:
-                transport.channel("incomplete")
-            except TransportError as error:
-                print(f"reported {type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
-                return
+            return make_channel_without(transport)
         elif how == "stop inside":
             exchange_with_stopped(transport, pids[1])
         elif how in ("stop unchecked", "kill unchecked"):

@@ -7,8 +7,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,10 @@ from freescale.transport import Transport, TransportError, connect
 from freescale.transport.lane import HostTransport
 from freescale.transport.process_group import GlooWire
 
-_PATIENCE_S = 60.0  # for what surely comes, on any machine
+from patience import PATIENCE_S, is_still, wait_until
+
 _c10d: Any = dist
 _PID = Path(tempfile.gettempdir()) / "pid"  # the folder is the launch's own
-
-
-def wait_until(comes: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not comes():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def count_keys(transport: Transport) -> None:
@@ -57,7 +49,7 @@ def go_when_others_could_connect(how: str, transport: Transport) -> None:
     key = key_of_next_channel(transport)
 
     def go() -> None:
-        wait_until(lambda: bool(store.check([key])))
+        wait_until(lambda: bool(store.check([key])), "the store has this address")
         _PID.with_name("part").write_text(str(os.getpid()))
         _PID.with_name("part").replace(_PID)
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
@@ -69,24 +61,16 @@ def connect_when_rank_2_is_gone() -> None:
     make = _c10d.ProcessGroupGloo
 
     def wait_and_make(*arguments: object) -> object:
-        wait_until(lambda: _PID.exists() and is_gone(int(_PID.read_text())))
+        wait_until(lambda: _PID.exists() and is_still(int(_PID.read_text()), "TZX"), "rank 2 is gone")
         return make(*arguments)
 
     _c10d.ProcessGroupGloo = wait_and_make
 
 
-def is_gone(pid: int) -> bool:
-    """It has ended, or all of its threads are stopped."""
-    try:
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return not Path(f"/proc/{pid}").exists()
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
-
-
 def main(how: str, timeout_s: float) -> None:
     dist.init_process_group("gloo")
-    transport = connect("process_group", timeout_s=timeout_s)
+    transport = connect("process_group", timeout_s=max(timeout_s, PATIENCE_S))
+    transport.timeout_s = timeout_s
     if how == "keys":
         count_keys(transport)
         return
@@ -99,7 +83,8 @@ def main(how: str, timeout_s: float) -> None:
     except TransportError as error:
         print(f"reported {type(error).__name__}: {error}", flush=True)
     _PID.with_name(f"reported-{transport.rank}").touch()
-    wait_until(lambda: all(_PID.with_name(f"reported-{rank}").exists() for rank in (0, 1)))  # who leaves is gone too
+    reports = [_PID.with_name(f"reported-{rank}") for rank in (0, 1)]
+    wait_until(lambda: all(path.exists() for path in reports), "both have reported")  # who leaves is gone too
     os._exit(0)  # or else when gloo has given up
 
 

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from rank_processes import launch
+from rank_processes import launch, support_path
 
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(__file__).with_name("gloo_channel_rank.py")
+SUPPORT = {"PYTHONPATH": support_path()}
 
 
 @pytest.mark.parametrize("lazily", [False, True])
 def test_channels_leave_no_keys_in_the_store(lazily: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those by which gloo connects later, if it is told to."""
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazily)))
-    done = launch("process_group", 3, SCRIPT, ["keys", "60"], timeout_s=120)
+    done = launch("process_group", 3, SCRIPT, ["keys", "60"], timeout_s=120, environment=SUPPORT)
     assert done.returncode == 0, done.explain()
     for output in done.outputs:
         found = re.search(r"keys \[(.*)\]", output)
@@ -33,7 +34,7 @@ def test_a_rank_that_is_gone_while_gloo_connects_is_known_long_before_gloo_gives
     how: str, timeout_s: float, said: str
 ) -> None:
     """Gloo tries five times, each for the deadline."""
-    done = launch("plain", 3, SCRIPT, [how, str(timeout_s)], timeout_s=150)
+    done = launch("plain", 3, SCRIPT, [how, str(timeout_s)], timeout_s=150, environment=SUPPORT)
     for rank in (0, 1):
         found = re.search(r"reported (.*)", done.outputs[rank])
         assert found, done.explain()

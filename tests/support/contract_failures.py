@@ -14,7 +14,7 @@ from freescale.transport.lane import HostTransport
 from freescale.transport.local import LocalWire
 
 from contract_channels import held
-from hurried import hurry_gloo
+from patience import hurry_gloo
 
 
 def check_a_size_mismatch_is_raised_on_both_sides_only(transport: Transport) -> None:
