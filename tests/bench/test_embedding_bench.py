@@ -16,7 +16,6 @@ SIZES = Sizes(8, 4000, 16, 64, 1, 30.0)
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(200)
 def test_a_dry_run_checks_and_times_all_contenders_and_writes_what_it_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,6 @@ def test_a_curve_counts_everything_up_to_a_step() -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(200)
 def test_four_ways_to_train_are_one_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_synthetic(tmp_path / "data.parquet", 96, 2, length_scale=0.004)
     arguments = ["--data", str(tmp_path / "data.parquet"), "--ranks", "2", "--batch-size", "6"]
