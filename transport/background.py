@@ -92,10 +92,15 @@ def exit_if_any_is_left() -> None:
 def exit_at_once(status: int) -> None:
     """End the process without ending Python; what was logged and printed is written."""
     logging.shutdown()
+    flush_output()
+    os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what was printed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(status)
 
 
 def _running() -> list[BackgroundThread]:

@@ -8,7 +8,6 @@ own end or a deadline has passed, and exits without MPI_Finalize.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .background import exit_at_once, flush_output
 from .errors import TransportError
 from .leaving import leave_last
 
@@ -132,7 +132,7 @@ class _Process:
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._previous_hook(kind, error, trace)
-        _flush()
+        flush_output()
         self._failure = f"{kind.__name__}: {error}"
         if self.is_forked_child():
             return
@@ -163,9 +163,7 @@ class _Process:
             clean = self._await_peers() and self._all_well() and self._finish_collectives()
         finally:
             if not clean:
-                logging.shutdown()
-                _flush()
-                os._exit(_EXIT_CODE)
+                exit_at_once(_EXIT_CODE)
 
     def _leave_as_child(self) -> None:
         """A fork of a rank has the rank's connections to MPI, and to use them in MPI_Finalize breaks the rank."""
@@ -175,9 +173,7 @@ class _Process:
                 "end it with os._exit",
                 file=sys.stderr,
             )
-        logging.shutdown()
-        _flush()
-        os._exit(0 if self._failure is None else _EXIT_CODE)
+        exit_at_once(0 if self._failure is None else _EXIT_CODE)
 
     def _all_well(self) -> bool:
         # Also when only a peer failed: it exits without MPI_Finalize, which would then wait for it for ever.
@@ -248,9 +244,3 @@ def note_doubt(error: BaseException, timeout_s: float) -> None:
 def is_forked_child() -> bool:
     """Whether this process is a fork of a rank: MPI does not work here."""
     return _process.is_forked_child()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
