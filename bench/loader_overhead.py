@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, over_zero, status_of
+from .arguments import at_least_one, output_file, output_folder, over_zero, status_of, write_figures
 from .environment import environment
 from .launch import TRANSPORTS, launch, refuse_inside_a_launch
 from .loader_overhead_rank import Settings
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     for part in parts:
         print_part(part, console)
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
+        write_figures(options.json, {"environment": environment(), "runs": runs})
     if options.results is not None:
         title = "A launch-bound loop beside the balancer's thread"
         path = write_result(options.results, "loader_overhead", title, environment(), parts)

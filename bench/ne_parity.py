@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..balancer import read_parquet
-from .arguments import at_least_one, output_file, output_folder, picture_file, status_of
+from .arguments import at_least_one, output_file, output_folder, picture_file, status_of, write_figures
 from .demo_data import choose_columns
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch, tracebacks
@@ -166,7 +166,7 @@ def _write(
     """Write what was asked for."""
     about = environment()
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": about, "runs": runs}) + "\n")
+        write_figures(options.json, {"environment": about, "runs": runs})
     if options.plot is None and options.results is None:
         return
     from .ne_parity_plot import draw

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, status_of
+from .arguments import at_least_one, output_file, output_folder, status_of, write_figures
 from .environment import environment
 from .launch import TRANSPORTS, launch, refuse_inside_a_launch
 from .progress import progress
@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     for line in grown:
         console.print(f"grew: {line}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": environment(), "ranks": found}, indent=1) + "\n")
+        write_figures(options.json, {"environment": environment(), "ranks": found})
     if options.results is not None:
         ends = [note, *(f"Grew: {line}" for line in grown)]
         path = write_result(options.results, "soak", "Training for a long time", environment(), [*ends, table])

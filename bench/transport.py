@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .arguments import output_file, output_folder, picture_file, seconds, status_of
+from .arguments import output_file, output_folder, picture_file, seconds, status_of, write_figures
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .progress import progress
@@ -145,7 +145,7 @@ def _save(options: argparse.Namespace, settings: Settings, found: Mapping[str, A
     about = environment(("torch", "cuda-bindings", "numpy"))
     if options.json is not None:
         whole = {"environment": about, "settings": asdict(settings), **found}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        write_figures(options.json, whole)
     if options.plot is not None and found["contention"]:
         from .transport_plot import draw
 

