@@ -166,15 +166,21 @@ def _measure_one(
     if permute is not None:
         assert torch.equal(permute(), cat()), "FBGEMM gave another order"
     timed: list[Callable[[], object]] = [copy, packed, unpacked, cat, *([permute] if permute is not None else [])]
-    times = _times(timed, repeats)
+    return _outcome(batch, mean_length, destinations, int(payload.sum()), _times(timed, repeats))
+
+
+def _outcome(
+    batch: JaggedBatch, mean_length: int, destinations: int, size_bytes: int, times: list[list[float]]
+) -> Outcome:
+    """From the times of each way: a copy, packing, unpacking, torch.cat of slices, and FBGEMM where it is loaded."""
     copy_ms, pack_ms, unpack_ms, cat_ms = (statistics.median(t) for t in times[:4])
-    one_column_ms = copy_ms / len(sources)
+    one_column_ms = copy_ms / len(batch.names)
     return Outcome(
         mean_length=mean_length,
         num_samples=batch.batch_size,
-        columns=len(sources),
+        columns=len(batch.names),
         destinations=destinations,
-        size_bytes=int(payload.sum()),
+        size_bytes=size_bytes,
         copy_ms=copy_ms,
         pack_ms=pack_ms,
         pack_ms_range=(min(times[1]), max(times[1])),
@@ -182,7 +188,7 @@ def _measure_one(
         unpack_ms=unpack_ms,
         unpack_share=copy_ms / unpack_ms,
         cat_share=one_column_ms / cat_ms,
-        fbgemm_share=one_column_ms / statistics.median(times[4]) if permute is not None else None,
+        fbgemm_share=one_column_ms / statistics.median(times[4]) if len(times) > 4 else None,
     )
 
 

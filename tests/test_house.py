@@ -5,6 +5,8 @@ import configparser
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -65,3 +67,63 @@ def test_no_file_of_the_library_is_too_long_to_read() -> None:
     assert len(files) > 100
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_function_is_too_long_to_read() -> None:
+    """Most have 10 to 30 lines; what is over that is one thing after the other."""
+    folders = [line.split(" = ")[1] for line in setup_cfg()["options"]["package_dir"].strip().splitlines()]
+    files = [*(path for folder in folders for path in (ROOT / folder).glob("*.py")), *(ROOT / "tests").rglob("*.py")]
+    functions = [(path, node) for path in files for node in functions_of(path)]
+    assert len(functions) > 3000
+    lengths = {f"{path.relative_to(ROOT)} {node.name}": lines_of(node) for path, node in functions}
+    assert {name: length for name, length in lengths.items() if length > 50} == {}
+
+
+def functions_of(path: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Without its head and its docstring."""
+    first, *others = function.body
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        if not others:
+            return 0
+        first = others[0]
+    assert function.end_lineno is not None
+    return function.end_lineno - first.lineno + 1
+
+
+CALLED_BY_OTHERS = {
+    "get_state": "torchdata's nodes",
+    "extra_repr": "torch.nn.Module, when it is printed",
+    "_opt_called": "torch's schedulers of learning rates",
+}
+
+
+def test_what_is_defined_is_used() -> None:
+    """By the library, examples or tests; what begins with an underscore by the library."""
+    folders = [line.split(" = ")[1] for line in setup_cfg()["options"]["package_dir"].strip().splitlines()]
+    library = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    others = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    others.remove(Path(__file__))
+    inside = Counter(name for path in library for name in re.findall(r"\w+", path.read_text()))
+    around = Counter(name for path in others for name in re.findall(r"\w+", path.read_text()))
+    defined = {name for path in library for name in names_of(ast.parse(path.read_text()))}
+    assert len(defined) > 2000
+    unused = {n for n in defined if inside[n] + (0 if n.startswith("_") else around[n]) < 2}
+    assert unused == CALLED_BY_OTHERS.keys()
+
+
+def names_of(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes, and what is assigned to a name by itself or to an attribute of self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if not node.name.startswith("__"):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id
+                elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    yield target.attr
