@@ -191,7 +191,7 @@ def _train(settings: Settings, num_ranks: int, folder: Path, console: Console) -
 
         def show(line: str) -> None:
             if line.startswith('{"run"'):
-                said = json.loads(line)
+                said, _ = json.JSONDecoder().raw_decode(line)  # mpiexec may add what another rank says to the line
                 title = f"training {said['run'].replace('_', ' ')}, loss {said['loss']:.3f}"
                 progress.update(tasks[said["run"]], advance=1, description=title)
             else:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch then counts
 
 from .torchrec_versions import run_without_gpu, supply_moved_modules
 
+_ports = itertools.count(random.randrange(12_000, 30_000))  # each is given once
 _GRACE_S = 3.0  # for the other ranks to say what they saw when one has failed
 _NOT_INITIALISED = 3  # of the CUDA driver
 
@@ -69,10 +73,12 @@ def _driver_untouched() -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """One below those that the system gives to connections, which could take it before rank 0 does."""
+    for port in itertools.islice(_ports, 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("of 1000 ports from 12,000 on none is free")
 
 
 def _answer(**said: object) -> None:
