@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from freescale.bench.arguments import status_of
+from freescale.bench.launch import LaunchError
 from freescale.bench.progress import progress
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -129,6 +131,26 @@ def test_a_mistake_ends_with_status_2_and_one_line_that_says_what(
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert "error: " in last
     assert message.format(**places) in last
+
+
+@pytest.mark.parametrize(
+    "command",
+    [name for name in COMMANDS if "refuse_inside_a_launch()" in (BENCH / f"{name}.py").read_text()],
+)
+def test_to_start_ranks_from_inside_a_rank_is_a_mistake(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert run(command, []) == 2
+    assert "this command starts its own ranks; run it without mpiexec or torchrun" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_is_no_mistake_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise LaunchError("rank 1 failed")
+
+    assert status_of(broken) == 1
+    assert capsys.readouterr().err == "error: rank 1 failed\n"
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - WITHOUT_PLOT))
