@@ -4,7 +4,8 @@ All are one idea: copy ranges of rows from one buffer to another. Rows are of an
 addressed in int64. Several tensors of one structure (ids, weights, a second feature) move in one call and, on a GPU, in
 one launch. On a GPU, what lies in `lengths`, `starts` and `rows` is not checked, since that would synchronise; ranges
 that leave the buffer then write nothing, and what they should have read is undefined; a row that is not there in `rows`
-has a length from memory that is not its own.
+has a length from memory that is not its own. Gradients go backward; tangents of forward mode are refused by
+NotImplementedError.
 """
 
 from __future__ import annotations
