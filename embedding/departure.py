@@ -13,6 +13,10 @@ from typing import Protocol
 class Leaves(Protocol):
     """Whoever has channels that peers wait at."""
 
+    def finish(self) -> None:
+        """Do what peers may be at already, within seconds, and close them."""
+        ...
+
     def leave(self) -> None:
         """Close them, without waiting for anybody."""
         ...
@@ -23,10 +27,12 @@ _pid = 0
 
 
 def leave_at_exit(one: Leaves) -> None:
-    """Call `one.leave()` when an exception ends this process, or when the interpreter begins to shut down.
+    """Call `one.leave()` when an exception ends this process, `one.finish()` when the interpreter begins to shut down.
 
     A process that ends may take a while, say for a balancer that tells its peers why; these cannot listen while they
-    wait for rows. Call it at the first batch: what was registered last goes first.
+    wait for rows. Call it at the first batch: what was registered last goes first. Where all goes well, peers may be at
+    exchanges that threads of this process have yet to begin, of a batch that was prefetched and never needed; MPI takes
+    none back.
     """
     global _pid
     _live.add(one)
@@ -40,10 +46,16 @@ def leave_at_exit(one: Leaves) -> None:
         _leave()
 
     sys.excepthook = leave_first
-    atexit.register(_leave)
+    atexit.register(_finish)
 
 
 def _leave() -> None:
     if os.getpid() == _pid:
         for one in list(_live):
             one.leave()
+
+
+def _finish() -> None:
+    if os.getpid() == _pid:
+        for one in list(_live):
+            one.finish()

@@ -263,6 +263,15 @@ class Engine:
             channel.close()
         self.close()
 
+    def finish(self) -> None:
+        """End threads after what they have to do, then close the channels: the process ends, and all went well."""
+        if self._planner is not None:
+            self._planner.close()
+        if self.device.type == "cuda":  # streams may wait for peers, and do not once channels are closed
+            self.leave()
+        else:
+            self.close()
+
     def close(self) -> None:
         """End threads and channels, also after a failure. Weights can still be read."""
         self._closed = True

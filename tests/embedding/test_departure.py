@@ -10,8 +10,9 @@ import pytest
 SCRIPT = """
 import atexit
 import sys
+import time
 import torch
-from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table
+from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table, planner
 from freescale.transport import TransportClosed, connect
 
 transport = connect("local")
@@ -27,6 +28,19 @@ def last_of_all():
             print("closed")
 
 tables({"item": torch.tensor([1])})["item"].sum().backward()
+ask, plan = planner.ask, planner._Work.plan
+
+def ask_late(*arguments):
+    time.sleep(0.3)
+    return ask(*arguments)
+
+def plan_and_say(*arguments):
+    found = plan(*arguments)
+    print("planned")
+    return found
+
+planner.ask, planner._Work.plan = ask_late, plan_and_say
+tables.prefetch({"item": torch.tensor([2])})
 if "raise" in sys.argv:
     raise RuntimeError("on fire")
 """
@@ -35,6 +49,8 @@ if "raise" in sys.argv:
 @pytest.mark.parametrize("how", ["raise", "return"])
 def test_channels_are_closed_before_whatever_else_a_process_does_at_its_end(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=250, check=False)
-    assert done.stdout.split() == ["closed", "closed"], done.stderr
+    assert done.stdout.split()[-2:] == ["closed", "closed"], done.stderr
+    # Peers may be at the messages for a batch that was prefetched, and MPI takes none back.
+    assert "planned" in done.stdout or how == "raise"
     assert done.returncode == (how == "raise")
     assert ("RuntimeError: on fire" in done.stderr) == (how == "raise")
