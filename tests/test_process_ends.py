@@ -55,3 +55,9 @@ def test_an_epoch_at_hooks_that_is_left_half_way_ends_where_python_begins_no_thr
     done = end("nothing", 1.0)
     assert (done.returncode, done.errors) == (0, [""]), done.explain()
     assert done.outputs[0].splitlines()[1:] == ["the epoch has ended"], done.explain()
+
+
+def test_a_thread_goes_on_training_after_the_main_thread() -> None:
+    done = end("by_trainer", 1.0)
+    assert (done.returncode, done.errors) == (0, [""]), done.explain()
+    assert done.outputs[0].splitlines()[1:] == ["trained 9 batches"], done.explain()

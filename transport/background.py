@@ -57,8 +57,12 @@ class BackgroundThread(threading.Thread):
 
 
 def python_ends() -> bool:
-    """Whether Python has begun to end: from 3.12 on it starts no threads any more."""
-    return not threading.main_thread().is_alive()
+    """Whether Python has begun to end: from 3.12 on it starts no threads any more.
+
+    It first waits for threads that are no daemons, which may go on for long after the main thread.
+    """
+    waited_for = (thread for thread in threading.enumerate() if not thread.daemon)
+    return not any(thread.is_alive() for thread in (threading.main_thread(), *waited_for))
 
 
 def _do_nothing() -> None:
@@ -90,10 +94,12 @@ def exit_if_any_is_left() -> None:
 
 
 def exit_at_once(status: int) -> None:
-    """End the process without ending Python; what was logged and printed is written."""
-    logging.shutdown()
-    flush_output()
-    os._exit(status)
+    """End the process without ending Python; what was logged and printed is written, where there is a reader."""
+    try:
+        logging.shutdown()
+        flush_output()
+    finally:
+        os._exit(status)
 
 
 def flush_output() -> None:

@@ -162,6 +162,19 @@ def enter_nothing(cpp: CppWait) -> None:
     cpp._begun.set()
 
 
+def enter_by_trainer(cpp: CppWait) -> None:
+    """A thread that Python waits for trains when the main thread is through."""
+
+    def train() -> None:
+        while threading.main_thread().is_alive():
+            time.sleep(0.001)
+        batches = [{"x": torch.ones(2), "length": torch.tensor([3, 5])}] * 9
+        print("trained", sum(1 for _ in balance(batches, connect("local"), "length")), "batches")
+
+    threading.Thread(target=train).start()
+    cpp._begun.set()
+
+
 KEPT: list[object] = []
 """What a training script has in its module until Python ends."""
 
