@@ -106,6 +106,7 @@ def main(path: Path) -> None:
         _write(path, base, found)
         _say(base, f"sequence {sequence}, hidden {hidden}: done")
     agree(True)
+    dist.destroy_process_group()  # or gloo's thread may still be about to free what was agreed on when Python ends
 
 
 def _places(settings: Settings) -> list[tuple[int, int]]:
