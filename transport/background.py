@@ -85,12 +85,14 @@ def end_threads() -> None:
 def exit_if_any_is_left() -> None:
     """End the process at once, with status 1, if a thread is still at work: it would end it with SIGABRT."""
     if names := [thread.name for thread in _running()]:
-        print(  # noqa: T201
-            f"freescale: the process ends with exit status {_EXIT_CODE}, without waiting longer for its threads: "
-            f"{', '.join(names)}",
-            file=sys.stderr,
-        )
-        exit_at_once(_EXIT_CODE)
+        try:
+            print(  # noqa: T201
+                f"freescale: the process ends with exit status {_EXIT_CODE}, without waiting longer for its threads: "
+                f"{', '.join(names)}",
+                file=sys.stderr,
+            )
+        finally:  # also where nobody reads it
+            exit_at_once(_EXIT_CODE)
 
 
 def exit_at_once(status: int) -> None:
