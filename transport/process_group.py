@@ -37,6 +37,7 @@ _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _LOST = re.compile("connection (reset|closed|refused)|broken pipe", re.IGNORECASE)
 _LOST_S = 2.0
 _LOOK_S = 1.0
+_LATER = timedelta(seconds=4)  # gloo's deadline runs from the call, ours from the wait, and says who is missing
 _PURPOSES: tuple[Purpose, ...] = ("data", "sizes")
 _GLOO_KEY = "0/{rank}"  # where a rank's addresses are for gloo
 _c10d: Any = dist  # torch's stubs lack what is used through this name
@@ -147,7 +148,9 @@ class _Place:
                 for purpose in _PURPOSES:
                     store = _c10d.PrefixStore(f"{self.prefix}/{purpose}", self.store)
                     wait = timedelta(seconds=timeout_s)
-                    made[purpose] = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, wait)
+                    group = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, wait)
+                    group._set_default_timeout(wait + _LATER)  # as init_process_group's own timeout is set
+                    made[purpose] = group
             except BaseException as error:
                 failed.append(error)
 
