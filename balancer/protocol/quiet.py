@@ -48,7 +48,8 @@ def bytes_of(tensor: Tensor) -> bytes:
     it begins at 0: torch knows where the numbers are, or says that it does not.
     """
     at, size = tensor.data_ptr(), tensor.nbytes
-    return bytes_at(at, size) if at or not size else tensor.numpy().tobytes()
+    # Seen as bytes, since NumPy lacks some types of torch.
+    return bytes_at(at, size) if at or not size else tensor.view(torch.uint8).numpy().tobytes()
 
 
 def ones(n: int) -> Int64s:

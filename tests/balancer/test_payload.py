@@ -188,6 +188,14 @@ def test_lengths_and_single_values_of_a_tensor_that_wraps_another_are_read_from_
     assert numbers_of(later([5, 6])).tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_single_values_of_any_type_are_read_from_a_tensor_that_wraps_them(dtype: torch.dtype) -> None:
+    """NumPy has no bfloat16."""
+    values = torch.tensor([[1, 0, 3], [0, 5, 6]]).to(dtype)
+    (same,) = shuffle([JaggedBatch({"dense": Column(AsyncCollectiveTensor(values))})], [np.zeros(2, np.int64)])
+    assert torch.equal(same["dense"].values, values)
+
+
 @pytest.mark.parametrize("lengths", [None, [1, 2]])
 def test_values_that_are_packed_from_where_they_lie_must_lie_somewhere(lengths: list[int] | None) -> None:
     levels = () if lengths is None else (torch.tensor(lengths),)
