@@ -266,11 +266,12 @@ class Engine:
     def finish(self) -> None:
         """End threads after what they have to do, then close the channels: the process ends, and all went well."""
         if self._planner is not None:
-            self._planner.close()
-        if self.device.type == "cuda":  # streams may wait for peers, and do not once channels are closed
-            self.leave()
-        else:
-            self.close()
+            self._planner.finish()
+            if self.device.type == "cuda":  # streams may wait for peers, and do not once channels are closed
+                self.leave()
+            for lane in self._lanes:
+                lane.finish()
+        self.close()
 
     def close(self) -> None:
         """End threads and channels, also after a failure. Weights can still be read."""

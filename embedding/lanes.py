@@ -24,6 +24,7 @@ from .device_arrays import Upload
 
 Job = Callable[[Transport], Pending | None]
 _PATIENCE_S = 2.0
+_LAST_PATIENCE_S = 10.0  # when the process ends: peers may be late, and at the same messages
 
 
 class Ticket(ABC):
@@ -66,6 +67,10 @@ class Lane(ABC):
     def close(self) -> None:
         """Give back the channel and the thread, after what is under way."""
 
+    def finish(self) -> None:
+        """As `close`, with more patience: the process ends."""
+        self.close()
+
 
 class InlineLane(Lane):
     """Runs jobs on the caller's thread; only their last transfer is waited for later."""
@@ -102,9 +107,9 @@ class ThreadLane(Lane):
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         self._last: _ThreadTicket | None = None
         run, ask = partial(_serve, self._jobs, transport), partial(self._jobs.put, None)
-        thread = BackgroundThread("freescale-embedding-background", run, ask, transport.close)
-        thread.start()
-        self._end = weakref.finalize(self, end_threads, self._jobs, [thread], transport)
+        self._threads = [BackgroundThread("freescale-embedding-background", run, ask, transport.close)]
+        self._threads[0].start()
+        self._end = weakref.finalize(self, end_threads, self._jobs, self._threads, transport)
 
     def run(self, job: Job, *used: Tensor, uploads: Sequence[Upload] = (), after: Ticket | None = None) -> Ticket:
         """See `Lane.run`."""
@@ -120,6 +125,11 @@ class ThreadLane(Lane):
 
     def close(self) -> None:
         """See `Lane.close`."""
+        self._end()
+
+    def finish(self) -> None:
+        """See `Lane.finish`."""
+        finish_threads(self._jobs, self._threads)
         self._end()
 
 
@@ -163,13 +173,19 @@ def _serve(jobs: SimpleQueue[_ThreadTicket | None], transport: Transport) -> Non
 def end_threads(jobs: SimpleQueue[Any], threads: Sequence[threading.Thread], transport: Transport) -> None:
     """Let threads end what they have to do, then close their channel, which ends what they wait for."""
     jobs.put(None)
-    _join(threads)
+    _join(threads, _PATIENCE_S)
     transport.close()
-    _join(threads)
+    _join(threads, _PATIENCE_S)
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+def finish_threads(jobs: SimpleQueue[Any], threads: Sequence[threading.Thread]) -> None:
+    """Let threads end what they have to do, with more patience."""
+    jobs.put(None)
+    _join(threads, _LAST_PATIENCE_S)
+
+
+def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ from .device_arrays import Upload
 from .errors import EmbeddingError, IdOutOfRange, OutOfStep, SettingsDiffer
 from .forms import Bits, Ints, Layout
 from .host_ids import HostIds, fingerprint
-from .lanes import end_threads
+from .lanes import end_threads, finish_threads
 from .plan import GroupPlan, ask
 from .settings import digest
 from .stages import Batch, Indexing, Job, start_stages
@@ -86,8 +86,8 @@ class Planner:
     ) -> None:
         self._work = _Work(transport, layouts, slots, device, collides)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        threads = start_stages(self._jobs, self._work, transport.close)
-        self._end = weakref.finalize(self, end_threads, self._jobs, threads, transport)
+        self._threads = start_stages(self._jobs, self._work, transport.close)
+        self._end = weakref.finalize(self, end_threads, self._jobs, self._threads, transport)
         work = self._work
         self._submit(Batch(HostIds([])), lambda _: work.agree(settings))
 
@@ -140,6 +140,11 @@ class Planner:
 
     def close(self) -> None:
         """End the thread after what it has to do; may be called twice."""
+        self._end()
+
+    def finish(self) -> None:
+        """As `close`, with more patience: the process ends."""
+        finish_threads(self._jobs, self._threads)
         self._end()
 
     def _submit(self, batch: Batch, talk: Callable[[Batch], list[Indexing]]) -> Batch:

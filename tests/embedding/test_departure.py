@@ -12,7 +12,7 @@ import atexit
 import sys
 import time
 import torch
-from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table, planner
+from freescale.embedding import PrioritizedEmbeddingCollection, Sgd, Table, lanes, planner
 from freescale.transport import TransportClosed, connect
 
 transport = connect("local")
@@ -31,7 +31,7 @@ tables({"item": torch.tensor([1])})["item"].sum().backward()
 ask, plan = planner.ask, planner._Work.plan
 
 def ask_late(*arguments):
-    time.sleep(0.3)
+    time.sleep(lanes._PATIENCE_S + 0.5)
     return ask(*arguments)
 
 def plan_and_say(*arguments):
