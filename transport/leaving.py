@@ -7,6 +7,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 
@@ -45,14 +46,13 @@ class _Process:
         self._channels = weakref.WeakSet()
 
     def _leave(self) -> None:
-        try:
-            for leave in self._at_first:
-                leave()
+        with ExitStack() as steps:  # the last first; one that is interrupted keeps none of the others from being taken
+            for leave in self._at_last:
+                steps.callback(leave)
             for channel in list(self._channels):
-                channel.leave("its process ended")
-        finally:
-            for leave in reversed(self._at_last):
-                leave()
+                steps.callback(channel.leave, "its process ended")
+            for leave in reversed(self._at_first):
+                steps.callback(leave)
 
 
 _process = _Process()
