@@ -42,6 +42,7 @@ from known_rows import column, expected_rows, make_rows, make_splits, same_bytes
 OUT = Path("/out")
 ACK_TIMEOUT = 17  # 0.5 s, 7 times: on a busy machine a living peer may not come to run for a second
 SHORT_ACK_TIMEOUT = 16
+MOST_LOSSY_ROUNDS = 12  # that nothing of some twenty packets a rank is lost in all of them: not once in 10^8
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,24 @@ def survive_packet_loss(through: Transport, binding: str) -> None:
     transport = over_rdma(through, binding, timeout_s=100, ack_timeout=SHORT_ACK_TIMEOUT)
     _traffic_control("add", "netem", "loss", "1%")
     try:
-        for seed in range(2):
+        lost = torch.zeros(1, dtype=torch.int64)
+        for seed in range(MOST_LOSSY_ROUNDS):  # two, but for chance
             exchange_a_lot(transport, seed, 40_000)
-        transport.all_gather(torch.zeros(1)).wait()
-        said = _traffic_control("-s", "show")
+            lost[0] = _count_lost_packets()
+            if transport.all_gather(lost).wait().min() > 0 and seed > 0:
+                break
     finally:
         _traffic_control("del")
-    dropped = re.search(r"dropped (\d+)", said)
-    print("packets lost:", dropped[1] if dropped else said, flush=True)
+    print("packets lost:", int(lost), flush=True)
     transport.all_gather(torch.zeros(1)).wait()
     transport.close()
+
+
+def _count_lost_packets() -> int:
+    said = _traffic_control("-s", "show")
+    dropped = re.search(r"dropped (\d+)", said)
+    assert dropped, said
+    return int(dropped[1])
 
 
 def _traffic_control(*words: str) -> str:
