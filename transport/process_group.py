@@ -51,7 +51,8 @@ class _Gloo(Protocol):
     ) -> dist.Work: ...
 
 
-_abandoned: list[tuple[GlooWire, list[_Gloo], list[_GlooTicket]]] = []  # closed with transfers under way
+# Closed with transfers under way; with the wire, which is to be there to be left when the process ends.
+_abandoned: list[tuple[GlooWire, list[_Gloo], list[_GlooTicket]]] = []
 _num_connected: dict[str, int] = {}  # ranks connect in the same order, so this number is theirs in common
 
 

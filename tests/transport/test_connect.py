@@ -77,6 +77,24 @@ def test_a_profiler_hears_nothing_from_gloo_whose_threads_would_tell_it_when_it_
     assert not [name for name in names if "gloo" in name]
 
 
+LATER = """
+import sys, torch.distributed as dist
+from freescale.transport import connect
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+lane = connect("process_group", timeout_s=100)
+for channel in (lane, lane.channel("another")):
+    print(*[group.options._timeout.total_seconds() for group in channel._wire._groups.values()])
+"""
+
+
+def test_gloo_gives_up_after_whoever_waits_who_knows_which_ranks_are_missing(tmp_path: Path) -> None:
+    """Its deadline runs from the call; where they were equal and a host took a moment to wait, gloo's came first."""
+    command = [sys.executable, "-c", LATER, f"file://{tmp_path / 'store'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert [float(word) for word in done.stdout.split()] == [104.0] * 4, done.stderr
+
+
 def test_importing_the_transports_does_not_import_mpi() -> None:
     code = "import freescale.transport, sys; sys.exit('mpi4py' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
