@@ -78,6 +78,7 @@ def parts() -> list[Part]:
         pytest_part("kernels", *kernels),
         pytest_part("batches", *batches),
         pytest_part("killed peers", *killed, case_s=75),
+        pytest_part("ends", str(HERE / "multirank" / "test_device_ends_multirank.py"), "-k", "not cpu", case_s=110),
         ranks_part("contract, peer, 4 ranks", 4, "device_contract.py", "process_group", "peer", case_s=40),
     ]
     for engine in _ENGINES:
