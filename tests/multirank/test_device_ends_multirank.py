@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import device_ending_rank
 import pytest
 
-import device_ending_rank
 from rank_processes import launch, support_path
 
 pytestmark = pytest.mark.multirank
@@ -24,7 +24,7 @@ ON_GPUS = [
 def test_a_script_that_is_through_half_way_in_an_epoch_ends_well(engine: str) -> None:
     done = launch("plain", 2, SCRIPT, ["left", engine], environment=PATHS, timeout_s=100)
     assert done.returncode == 0, done.explain()
-    assert not done.timed_out and not done.orphans and not done.shared_memory, done.explain()
+    assert [done.timed_out, done.orphans, done.shared_memory] == [False, [], []], done.explain()
     assert all("trained" in output for output in done.outputs), done.explain()
 
 
@@ -32,6 +32,6 @@ def test_a_script_that_is_through_half_way_in_an_epoch_ends_well(engine: str) ->
 def test_a_rank_that_raises_ends_with_its_error_and_the_other_hears_of_it(engine: str) -> None:
     done = launch("plain", 2, SCRIPT, ["raised", engine], environment=PATHS, timeout_s=100)
     assert done.returncode == 1, done.explain()
-    assert not done.timed_out and not done.orphans and not done.shared_memory, done.explain()
+    assert [done.timed_out, done.orphans, done.shared_memory] == [False, [], []], done.explain()
     assert "ArithmeticError: on fire" in done.errors[1], done.explain()
     assert "freescale.transport.errors" in done.errors[0] or "PeerFailed" in done.errors[0], done.explain()

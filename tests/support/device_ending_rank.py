@@ -1,7 +1,7 @@
 """One rank whose process ends while its GPU is at work: `python device_ending_rank.py HOW ENGINE`.
 
-It trains a staged pipeline: pinned batches of a balanced loader, tables that prefetch over the engine. HOW is "left" for
-a script that ends half-way through an epoch, "raised" for one whose rank 1 raises an error there. ENGINE is as in
+It trains a staged pipeline: pinned batches of a balanced loader, tables that prefetch over the engine. HOW is "left"
+for a script that ends half-way through an epoch, "raised" for one whose rank 1 raises an error there. ENGINE is as in
 `device_contract.py`; "cpu" is a dry run.
 """
 
