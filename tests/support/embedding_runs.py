@@ -89,12 +89,14 @@ def shard_of(tables: PrioritizedEmbeddingCollection) -> dict[str, Tensor]:
 
 
 def assert_equal(ours: Sequence[Trained], theirs: Sequence[Trained]) -> None:
-    """The same weights, states and losses, bit for bit; ranks in order."""
+    """The same weights, states and losses, bit for bit, all of them finite; ranks in order."""
     for one, other in zip(ours, theirs, strict=True):
+        assert torch.stack(one.losses).isfinite().all(), "weights have diverged, so there is nothing to compare"
         assert torch.equal(torch.stack(one.losses), torch.stack(other.losses))
         for left, right in zip(one.weights, other.weights, strict=True):
             assert left.keys() == right.keys()
             for name in left:
+                assert left[name].isfinite().all(), name
                 assert torch.equal(left[name], right[name]), name
 
 
@@ -106,6 +108,7 @@ def train(
     look: Callable[[int], bool] = lambda step: False,
     schedule: bool = True,
     ids_on: str = "cpu",
+    rate: float = 0.05,
     **options: Any,
 ) -> Trained:
     """Train one rank and give back copies of its shard.
@@ -117,6 +120,7 @@ def train(
         look: After which steps to copy the shard.
         schedule: Change the learning rate each step.
         ids_on: Device of the ids.
+        rate: Learning rate that the schedule begins with.
         options: Of the collection.
     """
     tables = PrioritizedEmbeddingCollection(data.tables, transport, **options)
@@ -133,7 +137,7 @@ def train(
         loss = loss_of(tables(batch_of(step)), step)
         if schedule:
             for group in tables.fused_optimizer.param_groups:
-                group["lr"] = 0.05 / (1 + 0.1 * step)
+                group["lr"] = rate / (1 + 0.1 * step)
         loss.backward()
         result.losses.append(loss.detach())
         if look(step):
