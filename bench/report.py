@@ -19,7 +19,7 @@ from .compute_fit import RESULTS
 from .environment import environment
 from .progress import progress
 from .report_claims import claims
-from .report_parts import EARLIER, Machine, Part, Ran, newest, parts_for, run_part
+from .report_parts import EARLIER, Machine, Part, Ran, newest, pages_of, parts_for, run_part
 
 try:
     from jinja2 import Environment, FileSystemLoader
@@ -104,15 +104,25 @@ def render(done: Sequence[Ran], results: Path) -> str:
         results: Folder of earlier results, shown newest first.
     """
     template = Environment(loader=FileSystemLoader(_HERE), autoescape=True).get_template("report_page.html")
-    earlier = [(path.stem, html_of(path)) for path in sorted(results.glob("*.md"), reverse=True)]
-    shown = [_shown(ran) for ran in done]
+    earlier = [
+        {"name": path.stem, "html": html_of(path), "simulated": path.stem in _simulated(done, results)}
+        for path in sorted(results.glob("*.md"), reverse=True)
+    ]
+    shown = [_shown(ran, results) for ran in done]
     files = {f"earlier {name}": newest(pattern, results) for name, pattern in EARLIER.items()}
     files |= {ran.part.name: ran.json for ran in done}
     page = template.render(title=_TITLE, environment=environment(), claims=claims(files), parts=shown, earlier=earlier)
     return str(page)
 
 
-def _shown(ran: Ran) -> dict[str, Any]:
+def _simulated(done: Sequence[Ran], results: Path) -> list[str]:
+    """Names of the earlier results whose figures are simulated."""
+    return [path.stem for ran in done if ran.part.simulated for path in results.glob(pages_of(ran.part.name))]
+
+
+def _shown(ran: Ran, results: Path) -> dict[str, Any]:
+    before = newest(pages_of(ran.part.name), results)
+    drawn = before.with_suffix(".png") if before is not None else None
     return {
         "name": ran.part.name,
         "title": ran.part.title,
@@ -121,21 +131,31 @@ def _shown(ran: Ran) -> dict[str, Any]:
         "command": ran.command,
         "seconds": ran.seconds,
         "fault": ran.fault,
+        "earlier": before.stem if before is not None else "",
+        "drawn": _inline(drawn) if drawn is not None and drawn.is_file() and not ran.command else "",
         "printed": ran.printed,
-        "html": Markup(_markdown().render(ran.markdown)) if ran.markdown else "",  # written by our own commands
+        "html": _html(ran.markdown, results) if ran.markdown else "",  # written by our own commands
         "picture": _inline(ran.picture) if ran.picture is not None else "",
     }
 
 
 def html_of(path: Path) -> Markup:
-    """Turn a result file into HTML, with the pictures it shows inside."""
+    """Turn a result file into HTML, with the pictures it shows inside, and links to other results within the page."""
+    return _html(path.read_text(), path.parent)
+
+
+def _html(text: str, folder: Path) -> Markup:
     markdown = _markdown()
-    tokens = markdown.parse(path.read_text())
+    tokens = markdown.parse(text)
     for token in tokens:
+        if token.type in ("heading_open", "heading_close"):  # below the headings of the page
+            token.tag = f"h{min(6, int(token.tag[1:]) + 2)}"
         for child in token.children or []:
-            picture = path.parent / str(child.attrs.get("src", ""))
-            if child.type == "image" and picture.is_file():
-                child.attrs["src"] = _inline(picture)
+            beside = folder / str(child.attrs.get("src", "") or child.attrs.get("href", ""))
+            if child.type == "image" and beside.is_file():
+                child.attrs["src"] = _inline(beside)
+            elif child.type == "link_open" and beside.suffix == ".md" and beside.is_file():
+                child.attrs["href"] = f"#{beside.stem}"
     return Markup(markdown.renderer.render(tokens, markdown.options, {}))
 
 

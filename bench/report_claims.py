@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from .embedding_report import TITLES, Measured, Report
+from .embedding_settings import Cell
 from .end_to_end_report import Key, Row, rows
 from .simulate_check import NO_SIZES
 from .simulate_comparison import bubble_ms
@@ -83,8 +84,9 @@ def _stragglers(found: Found) -> str:
 
 
 def _reduction(found: Found) -> str:
-    (before, where), (after, _) = _at(found, AS_LOADED), _at(found, "FBS")
-    return f"{before:.1f} % to {after:.2f} %, {before / max(after, 1e-9):.1f} times less, at {where}"
+    (before, where), (after, _), (floor, _) = (_at(found, name) for name in (AS_LOADED, "FBS", FLOOR))
+    less = before / max(after, 1e-9)
+    return f"{before:.1f} % to {after:.2f} %, {less:.1f} times less, at {where} (timing noise alone: {floor:.2f} %)"
 
 
 def _cost_model(found: Found) -> str:
@@ -135,14 +137,20 @@ def _contention(found: Found) -> str:
 
 
 def _embedding(found: Found) -> str:
+    """At the longest histories at which two contenders were traced, over each link."""
     report = Report(NO_SIZES, found["found"], [], [])
     said = []
     for link in report.links():
-        cell = max(report.cells(link), key=lambda cell: cell.cut)
-        found = {name: report.measured(link, cell, name) for name in report.contenders(link, cell)}
-        shown = [f"{TITLES[name]} {_exposed(each)}" for name, each in found.items() if each.parts]
+        cell = max(report.cells(link), key=lambda cell: (len(_traced(report, link, cell)) > 1, cell.cut))
+        shown = [f"{TITLES[name]} {_exposed(each)}" for name, each in _traced(report, link, cell).items()]
         said.append(f"{link}, {cell.title}: exposed ms (bubble): {', '.join(shown)}")
     return "\n".join(said)
+
+
+def _traced(report: Report, link: str, cell: Cell) -> dict[str, Measured]:
+    """What was traced there, by contender."""
+    found = {name: report.measured(link, cell, name) for name in report.contenders(link, cell)}
+    return {name: each for name, each in found.items() if each.parts}
 
 
 def _exposed(found: Measured) -> str:
@@ -193,4 +201,6 @@ def _overall(found: Found) -> str:
 
     base, ours = bubble("TorchRec"), bubble("FreeScale")
     less = 100 * (1 - ours / base)
-    return f"bubble of {base:.1f} ms to {ours:.1f} ms, {less:.1f} % less, on {size} ranks of cluster {cluster!r}"
+    collide = 100 * min(row["collisions"] for row in found["rows"] if row["world_size"] == size)
+    where = f"on {size} ranks of cluster {cluster!r} where {collide:.0f} % of the rows that ranks ask for collide"
+    return f"bubble of {base:.1f} ms to {ours:.1f} ms, {less:.1f} % less, {where}"

@@ -127,6 +127,11 @@ def newest(pattern: str, results: Path = RESULTS) -> Path | None:
     return max(results.glob(pattern), default=None)
 
 
+def pages_of(part: str) -> str:
+    """The pattern of the names of a part's earlier results, pages of GPUs where there are such."""
+    return EARLIER.get(part, f"*-{part.replace('_', '-')}.json").removesuffix(".json") + ".md"
+
+
 @dataclass
 class Ran:
     """What came of a part.

@@ -72,6 +72,23 @@ def test_a_part_runs_and_the_page_shows_it_without_anything_beside_it(tmp_path: 
     assert "python -m freescale.bench.partition" in page
 
 
+def test_a_part_that_cannot_run_shows_its_newest_earlier_result_and_links_stay_within_the_page(tmp_path: Path) -> None:
+    folder = results(tmp_path / "results")
+    for day, text in (("01", "# Old"), ("02", "# New\n\nsee [the old](2026-02-01-embedding-cuda.md), [not](gone.md)")):
+        (folder / f"2026-02-{day}-embedding-cuda.md").write_text(text)
+        (folder / f"2026-02-{day}-embedding-cuda.png").write_bytes(b"\x89PNG not really")
+    (folder / "2026-02-01-simulate.md").write_text("# Many")
+    parts = {part.name: part for part in parts_for(Machine(0), tmp_path)}
+    done = [run_part(parts["embedding"], tmp_path), run_part(replace(parts["simulate"], lacks="time"), tmp_path)]
+    page = report.render(done, folder)
+    assert '<a href="#2026-02-02-embedding-cuda">' in page
+    assert page.count("data:image/png;base64,") == 2, "the new one's, and that of the result which shows a picture"
+    assert '<a href="#2026-02-01-embedding-cuda">the old</a>' in page
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r'id="([^"]+)"', page))
+    assert re.findall(r"<summary>(\S+)\s+<span", page) == ["2026-02-01-simulate"], "marked as simulated"
+    assert page.count("<h1>") == 1
+
+
 def test_a_part_that_fails_says_so_and_shows_nothing_of_an_earlier_run(tmp_path: Path) -> None:
     for name in ("partition.json", "partition.png", "partition.results/2026-01-02-partition.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -133,7 +150,7 @@ def test_claims_are_read_from_the_files_of_the_parts(tmp_path: Path) -> None:
     said = claims({"virtual_ranks": virtual, "collisions": None, "simulate": broken})
     assert [claim.ours for claim in said if "on a GPU" in claim.ours] == [
         "20.0 % at 21,000 / 128 / 64 on a GPU",
-        "20.0 % to 2.00 %, 10.0 times less, at 21,000 / 128 / 64 on a GPU",
+        "20.0 % to 2.00 %, 10.0 times less, at 21,000 / 128 / 64 on a GPU (timing noise alone: 0.50 %)",
         "0.75 %, +0.25 points from the floor of timing noise, at 21,000 / 128 / 64 on a GPU",
     ]
     by_figure = {claim.figure: claim.ours for claim in said if claim.figure in ("Figure 3", "Figures 2 and 8")}
@@ -192,14 +209,15 @@ def test_kernels_contention_and_a_rank_alone_are_put_in_words(tmp_path: Path) ->
 
 
 def test_the_simulated_claim_is_marked(tmp_path: Path) -> None:
+    same = {"cluster": "paper", "world_size": 256, "collisions": 0.05}
     rows = [
-        {"technique": name, "cluster": "paper", "world_size": 256, "simulated": {"bubble_ms": value}}
+        {"technique": name, **same, "simulated": {"bubble_ms": value}}
         for name, value in (("TorchRec", 100.0), ("FreeScale", 5.0))
     ]
     (tmp_path / "simulate.json").write_text(json.dumps({"rows": rows}))
     claim = claims({"simulate": tmp_path / "simulate.json"})[-1]
     assert claim.simulated
-    assert "95.0 % less, on 256 ranks of cluster 'paper'" in claim.ours
+    assert "95.0 % less, on 256 ranks of cluster 'paper' where 5 % of the rows" in claim.ours
 
 
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
