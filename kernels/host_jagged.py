@@ -22,8 +22,14 @@ def permute_jagged(
 ) -> tuple[list[Tensor], Tensor]:
     """CPU path of `freescale.kernels.permute_jagged`."""
     all_lengths = integers(lengths)
-    sizes, numbers = taken_lengths(all_lengths, rows)
     ends = ends_of(all_lengths, values[0].shape[0])
+    if len(values) == 1 and host_fbgemm.takes(values[0], lengths, rows.numel()):
+        checked = host_fbgemm.checked_order(rows, lengths.numel())
+        if checked is not None:
+            only, permuted_lengths = host_fbgemm.permute_ids(values[0], lengths, checked)
+            if total is None or total == only.numel():
+                return [only], permuted_lengths
+    sizes, numbers = taken_lengths(all_lengths, rows)
     count = total_of(sizes, total)
     values = _contiguous(values)
     if host_fbgemm.serves(values, count):
@@ -50,6 +56,9 @@ def combine_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: 
     """CPU path of `freescale.kernels.combine_ranges`."""
     first, sizes = integers(starts), integers(lengths)
     ends = ends_of(sizes, values[0].shape[0])
+    order = _covering_order(first, sizes, size) if values[0].shape[0] == size else None
+    if order is not None:
+        return _reordered(values, lengths, ends, order, size)
     ends_of_ranges(first, sizes, size, "size", known=True)
     places = _ascending(first, sizes)
     clash = _first_overlap(places)
@@ -73,12 +82,16 @@ def sum_ranges(values: list[Tensor], starts: Tensor, lengths: Tensor, size: int)
 def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor], Tensor]:
     """CPU path of `freescale.kernels.transpose_keyed`."""
     num_keys, num_samples = lengths.shape
-    sizes, count = integers(lengths).reshape(-1), values[0].shape[0]
+    flat, count = lengths.reshape(-1), values[0].shape[0]
+    sizes = integers(flat)
     ends = ends_of(sizes, count)
     order = _transposed_order(num_keys, num_samples)
+    if len(values) == 1 and host_fbgemm.takes(values[0], flat, sizes.size):
+        only, turned_lengths = host_fbgemm.permute_ids(values[0], flat, order, count)
+        return [only], turned_lengths.view(num_samples, num_keys)
     values = _contiguous(values)
     if host_fbgemm.serves(values, count):
-        moved, permuted = _permuted_by_fbgemm(values, lengths.reshape(-1), order, count)
+        moved, permuted = _permuted_by_fbgemm(values, flat, order, count)
     else:
         rows = order.numpy()
         turned = sizes.take(rows)
@@ -163,18 +176,35 @@ def _first_overlap(places: _Places) -> int | None:
     return first if overlaps[first] else None
 
 
+def _covering_order(starts: Integers, lengths: Integers, size: int) -> Integers | None:
+    """Pieces in the order of their places, where each begins at another's end, from 0 to `size`: as dispatched ones do.
+
+    Of two at one place, the empty one comes first. `lengths` are checked to add up to `size`.
+    """
+    order: Integers = (starts + starts + lengths).argsort()
+    begins, ends = starts.take(order), np.add.accumulate(lengths.take(order))
+    covered = size and begins.item(0) == 0 and begins[1:].tobytes() == ends[:-1].tobytes()
+    return order if covered else None
+
+
+def _reordered(values: list[Tensor], lengths: Tensor, ends: Integers, order: Integers, size: int) -> list[Tensor]:
+    """Pieces in a new order, in which all are that hold anything."""
+    values = _contiguous(values)
+    if host_fbgemm.serves(values, size):
+        return _permuted_by_fbgemm(values, lengths, _narrowed(order), size)[0]
+    sizes = integers(lengths).take(order)
+    return _gather(values, ends.take(order) - sizes, sizes, size)
+
+
 def _scatter(values: list[Tensor], lengths: Tensor, ends: Integers, places: _Places, size: int) -> list[Tensor]:
     """Gather the pieces in the order of their places, with zeros for the gaps between them.
 
     `lengths` and `ends` are all pieces', as they lie.
     """
+    if values[0].shape[0] == size:  # nothing is left over
+        return _reordered(values, lengths, ends, places.order, size)
     values = _contiguous(values)
-    covered = values[0].shape[0] == size  # nothing is left over
-    if covered and host_fbgemm.serves(values, size):
-        return _permuted_by_fbgemm(values, lengths, _narrowed(places.order), size)[0]
     offsets = ends.take(places.order) - places.sizes
-    if covered:
-        return _gather(values, offsets, places.sizes, size)
     gaps = np.concatenate([places.starts, [size]]) - np.concatenate([[0], places.ends])
     return [_scatter_rows(tensor, offsets, places.sizes, gaps, size) for tensor in values]
 

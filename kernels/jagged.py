@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from . import ops, shapes
+from . import host_jagged, ops, shapes
 
 Values = TypeVar("Values", Tensor, Sequence[Tensor])
 
@@ -44,6 +44,9 @@ def permute_jagged(values: Values, lengths: Tensor, rows: Tensor, total: int | N
         >>> values.tolist(), lengths.tolist()
         ([4, 5, 0, 4, 5], [2, 1, 2])
     """
+    if isinstance(values, Tensor) and ops.is_plain(values, total, lengths, rows):
+        (only,), permuted_lengths = host_jagged.permute_jagged([values], lengths, rows, total)
+        return only, permuted_lengths
     tensors = _as_list(values)
     shapes.permute_jagged(tensors, lengths, rows, total)
     moved, permuted_lengths = ops.permute_jagged(tensors, lengths, rows, total)
@@ -73,6 +76,12 @@ def dispatch_ranges(values: Values, starts: Tensor, lengths: Tensor, total: int 
         >>> dispatch_ranges(torch.arange(10), torch.tensor([7, 0]), torch.tensor([2, 3])).tolist()
         [7, 8, 0, 1, 2]
     """
+    if (
+        isinstance(values, Tensor)
+        and ops.is_plain(values, total, starts, lengths)
+        and starts.numel() == lengths.numel()
+    ):
+        return host_jagged.dispatch_ranges([values], starts, lengths, total)[0]
     tensors = _as_list(values)
     shapes.dispatch_ranges(tensors, starts, lengths, total)
     return _like(values, ops.dispatch_ranges(tensors, starts, lengths, total))
@@ -101,6 +110,8 @@ def combine_ranges(values: Values, starts: Tensor, lengths: Tensor, size: int) -
         >>> combine_ranges(torch.tensor([7, 8, 9]), torch.tensor([3, 0]), torch.tensor([1, 2]), size=5).tolist()
         [8, 9, 0, 7, 0]
     """
+    if isinstance(values, Tensor) and ops.is_plain(values, size, starts, lengths) and starts.numel() == lengths.numel():
+        return host_jagged.combine_ranges([values], starts, lengths, size)[0]
     tensors = _as_list(values)
     shapes.combine_ranges(tensors, starts, lengths, size)
     return _like(values, ops.combine_ranges(tensors, starts, lengths, size))
@@ -127,6 +138,9 @@ def transpose_keyed(values: Values, lengths: Tensor) -> tuple[Values, Tensor]:
         >>> values.tolist(), lengths.tolist()
         ([0, 3, 4, 5, 1, 2], [[1, 3], [2, 0]])
     """
+    if isinstance(values, Tensor) and ops.is_plain(values, None, lengths, lengths, 2):
+        (only,), transposed = host_jagged.transpose_keyed([values], lengths)
+        return only, transposed
     tensors = _as_list(values)
     shapes.transpose_keyed(tensors, lengths)
     moved, transposed = ops.transpose_keyed(tensors, lengths)

@@ -145,15 +145,50 @@ def _transpose_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> tup
     return _each_wanted(ctx, gradients, lambda grads: transpose_keyed(grads, lengths)[0]), None
 
 
+def _is_watched() -> bool:
+    """Whether a compiler, a mode, a transform, a tracer or forward-mode gradients look at operators."""
+    if _is_compiling() or _modes() or _function_modes() or _transforms() is not None or _tracer() is not None:
+        return True
+    return forward_ad._current_level >= 0
+
+
+def is_plain(values: object, total: object, first: Tensor, second: Tensor, dimensions: int = 1) -> bool:
+    """Whether a call passes every check of types and shapes, and nothing about it needs PyTorch's dispatcher.
+
+    That holds for most calls on host memory, and is found out in one function without a list, since each one more
+    takes as long as a hundred ids. Of any other call the answer is no; what is wrong with it, others say.
+
+    Args:
+        values: What moves; plain if it is one tensor.
+        total: Rows of the result, or None.
+        first: Lengths, starts or rows.
+        second: Lengths or rows; may be `first`.
+        dimensions: What those two must have.
+    """
+    return (
+        not _is_watched()
+        and type(values) is type(first) is type(second) is Tensor
+        and (total is None or (type(total) is int and total >= 0))
+        and values.is_cpu
+        and first.is_cpu
+        and second.is_cpu
+        and first.dtype in shapes.INTEGERS
+        and second.dtype in shapes.INTEGERS
+        and first.dim() == second.dim() == dimensions
+        and values.dim() > 0
+        and not (values.requires_grad and _is_grad_enabled())
+        and not values.is_conj()
+        and not values.is_neg()
+    )
+
+
 def _is_direct(values: list[Tensor], arguments: tuple[Any, ...]) -> bool:
     """Whether nothing about a call needs PyTorch's dispatcher.
 
     It would see to gradients, compilers, modes, transforms (vmap, grad) and tracers; to subclasses; and to tensors that
     are the conjugate or the negative of what their memory holds.
     """
-    if _is_compiling() or _modes() or _function_modes() or _transforms() is not None or _tracer() is not None:
-        return False
-    if forward_ad._current_level >= 0:
+    if _is_watched():
         return False
     for argument in arguments:
         if type(argument) not in _ORDINARY:

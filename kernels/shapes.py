@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_INTEGERS = (torch.int64, torch.int32)
+INTEGERS = (torch.int64, torch.int32)
 
 
 def permute_jagged(values: list[Tensor], lengths: Tensor, rows: Tensor, _total: int | None) -> None:
@@ -43,7 +43,7 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> None:
 
 
 def _check_integers(name: str, tensor: Tensor, dimensions: int) -> None:
-    if tensor.dtype not in _INTEGERS:
+    if tensor.dtype not in INTEGERS:
         raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
     if tensor.dim() != dimensions:
         raise ValueError(f"{name} must have {dimensions} dimension(s), got shape {list(tensor.shape)}")

@@ -205,3 +205,65 @@ def test_sums_of_pieces_that_are_not_there_are_refused() -> None:
         ops.sum_ranges([torch.arange(6)], torch.tensor([0]), torch.tensor([50_000_000]), 6)
     with pytest.raises(ValueError, match=r"within size \(6\), got \[3, 9\)"):
         ops.sum_ranges([torch.arange(6)], torch.tensor([3]), torch.tensor([6]), 6)
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("total", [0, 14, 16, 2**40])
+def test_a_wrong_total_is_refused_whatever_copies(total: int) -> None:
+    with pytest.raises(ValueError, match=rf"total must be the sum of the lengths \(15\), got {total}"):
+        permute_jagged(torch.arange(15), torch.arange(6), torch.arange(6).flip(0), total)
+
+
+@pytest.mark.usefixtures("fbgemm")
+def test_every_second_number_is_a_number_too() -> None:
+    lengths, order, values = lengths_of(80, 9)[::2], torch.arange(80).flip(0)[1::2] // 2, torch.arange(1000)
+    ids = values[: 2 * int(lengths.sum()) : 2]
+    right = reference.permute_jagged(ids, lengths, order)
+    for ints in (torch.int32, torch.int64):
+        moved, moved_lengths = permute_jagged(ids, lengths.to(ints), order.to(ints))
+        assert torch.equal(moved, right[0])
+        assert torch.equal(moved_lengths, right[1].to(ints))
+        turned, turned_lengths = transpose_keyed(ids, lengths.to(ints).view(5, 8).t())
+        assert torch.equal(turned, reference.transpose_keyed(ids, lengths.view(5, 8).t())[0])
+        assert torch.equal(turned_lengths, lengths.view(5, 8).to(ints))
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("seed", range(6))
+def test_empty_pieces_lie_anywhere_among_those_that_cover_everything(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (30,), generator=generator)
+    starts, order = lengths.cumsum(0) - lengths, torch.randperm(30, generator=generator)
+    size = int(lengths.sum())
+    if seed % 2:  # some at places of others, in their midst as well
+        starts[lengths == 0] = torch.randint(0, size + 1, (int((lengths == 0).sum()),), generator=generator)
+    values = torch.arange(size)
+    combined = combine_ranges(values, starts[order], lengths[order], size)
+    assert torch.equal(combined, reference.combine_ranges(values, starts[order], lengths[order], size))
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("starts", [[0, 3, 3], [0, 2, 5], [1, 4, 0], [0, 3, 2**63 - 2], [-(2**63), 3, 6]], ids=str)
+def test_pieces_that_do_not_fit_together_are_refused(starts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must not overlap|must stay within size \(9\)"):
+        combine_ranges(torch.arange(9), torch.tensor(starts), torch.tensor([3, 3, 3]), 9)
+
+
+@pytest.mark.usefixtures("fbgemm")
+def test_what_inference_leaves_behind_serves_training() -> None:
+    lengths, order = torch.full((23,), 2), torch.arange(23).flip(0)
+    with torch.inference_mode():
+        permute_jagged(torch.arange(46), lengths, order)
+    values = torch.randn(46, requires_grad=True)
+    moved, _ = permute_jagged(values, lengths, order)
+    moved.backward(torch.arange(46.0))
+    assert torch.equal(values.grad, torch.arange(46.0).view(23, 2).flip(0).reshape(-1))  # type: ignore[arg-type]
+
+
+def test_lengths_of_32_bits_are_never_added_up_beyond_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
+    monkeypatch.setattr(host_fbgemm, "is_loaded", lambda: True)
+    lengths, values = torch.zeros(512, dtype=torch.int32), torch.empty(2**22, dtype=torch.int32)
+    assert host_fbgemm.takes(values, lengths, 511)
+    assert not host_fbgemm.takes(values, lengths, 512)
+    assert host_fbgemm.takes(values, lengths.long(), 512)
