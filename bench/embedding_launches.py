@@ -232,7 +232,7 @@ def read_traces(
     num_processes: int | None = None,
     reader: str = "freescale.bench.trace_report",
 ) -> None:
-    """Replace the paths of traces by what they say, in place, several at a time.
+    """Replace the paths of traces by what they say, in place, several at a time, those of all ranks together.
 
     Args:
         found: What ranks recorded.
@@ -240,9 +240,16 @@ def read_traces(
         num_processes: How many to read at once; by default as many as there are cores, at most 16.
         reader: Module that prints what the trace at a path says, with `--json`.
     """
-    traces = [each for each in found if each["kind"] == "trace"]
+    together: dict[str, list[dict[str, Any]]] = {}
+    for each in found:
+        if each["kind"] == "trace":
+            together.setdefault(json.dumps([each["link"], each["cell"], each["contender"]]), []).append(each)
     with ThreadPoolExecutor(num_processes or min(16, len(os.sched_getaffinity(0)))) as pool:
-        for each, times in zip(traces, pool.map(lambda t: _read_trace(Path(t["path"]), reader), traces), strict=True):
+        read = list(
+            pool.map(lambda ranks: _read_traces([Path(each["path"]) for each in ranks], reader), together.values())
+        )
+    for ranks, said in zip(together.values(), read, strict=True):
+        for each, times in zip(ranks, said, strict=True):
             path = Path(each.pop("path"))
             each.update(times)
             if keep is not None and each["rank"] == 0:
@@ -251,11 +258,15 @@ def read_traces(
                 path.unlink()
 
 
-def _read_trace(path: Path, reader: str) -> dict[str, Any]:
-    """Read a trace in a process of its own: they are large, and reading is plain Python."""
-    command = [sys.executable, "-m", reader, "--json", str(path)]
+def _read_traces(paths: Sequence[Path], reader: str) -> list[dict[str, Any]]:
+    """Read the traces of all ranks in a process of their own: they are large, and reading is plain Python.
+
+    One that cannot be read leaves the others without what only all of them tell.
+    """
+    command = [sys.executable, "-m", reader, "--json", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"fault": done.stderr.strip()}
-    times: dict[str, Any] = json.loads(done.stdout)
-    return {"times": times}
+    if done.returncode == 0:
+        return [{"times": json.loads(line)} for line in done.stdout.splitlines()]
+    if len(paths) == 1:
+        return [{"fault": done.stderr.strip()}]
+    return [each for path in paths for each in _read_traces([path], reader)]

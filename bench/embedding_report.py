@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
+from .embedding_measured import GROUPS, Measured, by_launch, knows_moving, middle, traffic
 from .embedding_settings import Cell, Sizes
 from .tables import Table
 
@@ -18,48 +20,12 @@ TITLES = {
     "synchronous": "ours, synchronous",
     "prioritized": "ours, prioritized",
 }
-GROUPS = {
-    "ids": ("ids", "masks"),
-    "rows": ("rows", "early rows", "late rows"),
-    "gradients": ("gradients", "urgent gradients", "deferred gradients"),
-    "dense": ("dense",),
-}
-"""Kinds of traffic, as the paper's Figure 9 puts them together; the dense part's gradients are no embedding traffic."""
-
 _ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaMallocHost")  # of allocators that grow; not waits by design
 _PARITY = 1e-6  # relative, of one step
 _COLUMNS = (
-    "", "step", "launches", "host", "computing", "bubble", "exposed", "ids", "rows", "gradients", "dense", "side",
-    "idle", "tables GB", "step GB",
+    "", "step", "launches", "host", "computing", "bubble", "exposed", "moving", "waiting", "ids", "rows",
+    "gradients", "dense", "side", "idle", "tables GB", "step GB",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One contender in one cell over one link.
-
-    Attributes:
-        step_ms: Median over launches of the slowest rank's median step.
-        host_ms: The same of the host's time for a step.
-        spread_ms: Smallest and largest of the launches' medians.
-        parts: Milliseconds of `StepTimes`, by name: mean over ranks, median over launches; empty without a trace.
-        exposed: Exposed milliseconds by group of `GROUPS`, and "other".
-        total: Milliseconds of traffic by the same.
-        memory_bytes: What tables and optimizers take, and what a step takes on top of that; the largest rank.
-    """
-
-    step_ms: float
-    host_ms: float
-    spread_ms: tuple[float, float]
-    parts: dict[str, float]
-    exposed: dict[str, float]
-    total: dict[str, float]
-    memory_bytes: tuple[int, int]
-
-    @property
-    def exposed_ms(self) -> float:
-        """Exposed embedding traffic."""
-        return sum(value for group, value in self.exposed.items() if group not in ("dense", "other"))
 
 
 @dataclass
@@ -111,15 +77,16 @@ class Report:
         timed = self.of_kind("measurement", **same)
         traced = [each for each in self.of_kind("trace", **same) if "times" in each]
         built = self.of_kind("built", link=link, contender=contender, num_tables=cell.num_tables)
-        steps = _by_launch(timed, "step_ms")
+        steps = by_launch(timed, "step_ms")
         names = ("step_ms", "compute_ms", "bubble_ms", "exposed_ms", "side_ms", "copy_ms", "idle_ms")
         return Measured(
             step_ms=statistics.median(steps),
-            host_ms=statistics.median(_by_launch(timed, "host_ms")),
+            host_ms=statistics.median(by_launch(timed, "host_ms")),
             spread_ms=(min(steps), max(steps)),
-            parts={name: _middle(traced, lambda times, n=name: times[n]) for name in names} if traced else {},
-            exposed=_traffic(traced, "exposed_ms"),
-            total=_traffic(traced, "total_ms"),
+            parts={name: middle(traced, itemgetter(name)) for name in names} if traced else {},
+            exposed=traffic(traced, "exposed_ms"),
+            moving=traffic(traced, "exposed_moving_ms") if knows_moving(traced) else {},
+            total=traffic(traced, "total_ms"),
             memory_bytes=(
                 max((each["bytes"] for each in built), default=0),
                 max((each["peak_bytes"] for each in timed), default=0),
@@ -131,34 +98,6 @@ class Report:
         return next((each["urgent_bytes"] for each in self.of_kind("workload", cell=vars(cell))), None)
 
 
-def _by_launch(records: Sequence[dict[str, Any]], field: str) -> list[float]:
-    """For each launch the slowest rank's median over all its steps."""
-    steps: dict[int, dict[int, list[float]]] = {}
-    for each in records:
-        steps.setdefault(each["launch"], {}).setdefault(each["rank"], []).extend(each[field])
-    return [max(map(statistics.median, ranks.values())) for ranks in steps.values()]
-
-
-def _middle(traced: Sequence[dict[str, Any]], read: Any) -> float:
-    launches: dict[int, list[float]] = {}
-    for each in traced:
-        launches.setdefault(each["launch"], []).append(read(each["times"]))
-    return statistics.median(map(statistics.fmean, launches.values()))
-
-
-def _traffic(traced: Sequence[dict[str, Any]], field: str) -> dict[str, float]:
-    if not traced:
-        return {}
-    known = {kind for kinds in GROUPS.values() for kind in kinds}
-
-    def total(times: dict[str, Any], kinds: Iterable[str]) -> float:
-        return float(sum(times["traffic"][kind][field] for kind in kinds if kind in times["traffic"]))
-
-    found = {group: _middle(traced, lambda times, k=kinds: total(times, k)) for group, kinds in GROUPS.items()}
-    found["other"] = _middle(traced, lambda times: total(times, set(times["traffic"]) - known))
-    return found
-
-
 LEGEND = (
     "Milliseconds. Step: median of the slower rank, by events of the main stream; launches: smallest and largest "
     "of the launches' medians; host: what the trainer's thread takes. The rest is of a profile of a few more "
@@ -166,8 +105,9 @@ LEGEND = (
     "does not. The bubble is exposed traffic, plus side (only kernels of other streams run), plus copies, plus "
     "idle. Exposed: embedding traffic during the bubble; ids (with masks), rows, gradients and dense (those of "
     "the other weights): exposed / whole time of that traffic. A transfer also waits for the other "
-    "rank, so it holds what one rank is behind. Tables GB: weights and optimizer; step GB: the most that a step "
-    "needs on top."
+    "rank, so it holds what one rank is behind: moving is the part of the exposed in which data moves (for as long as "
+    "a transfer takes on the rank that comes last), waiting the rest. Tables GB: weights and optimizer; step GB: the "
+    "most that a step needs on top."
 )
 """What the columns mean."""
 
@@ -192,12 +132,20 @@ def _row(found: Measured) -> list[str]:
     cells = [f"{found.step_ms:.2f}", f"{low:.1f}-{high:.1f}", f"{found.host_ms:.2f}"]
     if found.parts:
         cells += [f"{found.parts[name]:.2f}" for name in ("compute_ms", "bubble_ms")]
-        cells.append(f"{found.exposed_ms:.2f}")
+        cells += [f"{found.exposed_ms:.2f}", *_moving_and_waiting(found)]
         cells += [f"{found.exposed[group]:.2f}/{found.total[group]:.2f}" for group in GROUPS]
         cells += [f"{found.parts[name]:.2f}" for name in ("side_ms", "idle_ms")]
     else:
-        cells += ["-"] * 9
+        cells += ["-"] * 11
     return cells + [f"{size / 1e9:.2f}" for size in found.memory_bytes]
+
+
+def _moving_and_waiting(found: Measured) -> list[str]:
+    return (
+        ["-", "-"]
+        if found.moving_ms is None
+        else [f"{ms:.2f}" for ms in (found.moving_ms, found.exposed_ms - found.moving_ms)]
+    )
 
 
 def _workloads(report: Report) -> Table:
@@ -288,27 +236,39 @@ def _comparison(report: Report, link: str, cell: Cell) -> list[str]:
         sdd = report.measured(link, cell, "sdd")
         if sdd.parts:
             line += (
-                f"; exposed embedding traffic {ours.exposed_ms:.2f} ms against SDD's {sdd.exposed_ms:.2f}, bubble "
+                f"; exposed embedding traffic {ours.exposed_ms:.2f} ms against SDD's {sdd.exposed_ms:.2f}"
+                f"{_of_it_moving(ours, sdd)}, bubble "
                 f"{ours.parts['bubble_ms']:.2f} against {sdd.parts['bubble_ms']:.2f}"
             )
     return [line]
 
 
+def _of_it_moving(ours: Measured, sdd: Measured) -> str:
+    if ours.moving_ms is None or sdd.moving_ms is None:
+        return ""
+    share = f", 1/{sdd.moving_ms / ours.moving_ms:.1f}" if ours.moving_ms else ""
+    return f" (of it moving {ours.moving_ms:.3f} against {sdd.moving_ms:.3f}{share}; the rest waits for other ranks)"
+
+
 def _linearity(report: Report, link: str) -> list[str]:
-    points = []
+    exposed, moving = [], []
     for cell in report.series(link, "ratio"):
         urgent = report.urgent_bytes(cell)
         if urgent is not None and "prioritized" in report.contenders(link, cell):
             found = report.measured(link, cell, "prioritized")
             if found.parts:
-                points.append((urgent / 1e6, found.exposed_ms))
-    if len(points) < 3:
-        return []
-    slope, intercept, fit = line_through(points)
-    return [
-        f"{link}: ours exposes {intercept:.2f} ms + {slope:.3f} ms for each MB of urgent traffic, R² {fit:.3f} over "
-        f"{len(points)} ratios"
-    ]
+                exposed.append((urgent / 1e6, found.exposed_ms))
+            if found.moving_ms is not None:
+                moving.append((urgent / 1e6, found.moving_ms))
+    lines = []
+    for points, which in ((exposed, ""), (moving, ", of what moves")):
+        if len(points) >= 3:
+            slope, intercept, fit = line_through(points)
+            lines.append(
+                f"{link}: ours exposes {intercept:.2f} ms + {slope:.3f} ms for each MB of urgent traffic, R² {fit:.3f} "
+                f"over {len(points)} ratios{which}"
+            )
+    return lines
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

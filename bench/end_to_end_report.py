@@ -33,7 +33,8 @@ class Row:
         bubble: It does not: waiting for ranks, traffic, copies, the host.
         straggling: Ranks wait for the one that computes longest, step by step, on average over ranks.
         waiting: Part of the bubble in which data travels, or a rank waits for it.
-        exposed: The same by kind; kinds that overlap count in full.
+        moving: Part of it in which data moves; None where that is not known, as of one rank.
+        exposed: As `waiting`, by kind; kinds that overlap count in full.
         other: The rest of the bubble: side streams, copies, nothing at all.
     """
 
@@ -48,6 +49,7 @@ class Row:
     bubble: float = 0.0
     straggling: float = 0.0
     waiting: float = 0.0
+    moving: float | None = None
     exposed: dict[str, float] = field(default_factory=dict)
     other: float = 0.0
 
@@ -112,7 +114,9 @@ def _causes(launches: list[list[dict[str, Any]]]) -> dict[str, Any]:
     for each in times:
         for kind, traffic in each["traffic"].items():
             exposed[kind] = exposed.get(kind, 0.0) + traffic["exposed_ms"] / len(times)
+    moving = [each["exposed_moving_ms"] for each in times if each.get("exposed_moving_ms") is not None]
     return {
+        "moving": mean(moving) if len(moving) == len(times) else None,
         "traced": mean(each["step_ms"] for each in times),
         "compute": mean(each["compute_ms"] for each in times),
         "bubble": mean(each["bubble_ms"] for each in times),
@@ -133,7 +137,7 @@ def tables(found: dict[Key, Row]) -> Iterator[Table]:
     """One table for each link and workload."""
     columns = [
         "", "step ms", "turns", "against SDD", "samples/s", "bubble %", "straggler %", "ids", "rows", "gradients",
-        "dense", "other", "waited", "peak GB",
+        "dense", "other", "moving", "for ranks", "waited", "peak GB",
     ]  # fmt: skip
     for link, cell in dict.fromkeys((link, cell) for link, cell, _ in found):
         table = Table(f"{link}: {cell.title}", columns)
@@ -147,11 +151,12 @@ def tables(found: dict[Key, Row]) -> Iterator[Table]:
 
 def _cells(row: Row, baseline: Row | None) -> list[str]:
     against = "" if baseline is None else f"{100 * (row.step / baseline.step - 1):+.1f} %"
-    kinds: list[str] = [""] * 5
+    kinds: list[str] = [""] * 7
     if row.traced is not None:
         exposed = [sum(row.exposed.get(kind, 0.0) for kind in group) for group in (_IDS, _ROWS, _GRADIENTS)]
         dense = sum(row.exposed.values()) - sum(exposed)
-        kinds = [f"{ms:.2f}" for ms in (*exposed, dense, row.other)]
+        parts = ["-", "-"] if row.moving is None else [f"{ms:.2f}" for ms in (row.moving, row.waiting - row.moving)]
+        kinds = [*(f"{ms:.2f}" for ms in (*exposed, dense)), f"{row.other:.2f}", *parts]
     return [
         f"{row.step:.2f}",
         f"{min(row.turns):.1f}-{max(row.turns):.1f}",

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .embedding_report import TITLES, Measured, Report
+from .embedding_measured import Measured
+from .embedding_report import TITLES, Report
 from .embedding_settings import Cell
 from .end_to_end_report import Key, Row, rows
 from .simulate_check import NO_SIZES

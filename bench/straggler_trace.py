@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import status_of
-from .trace_timeline import read_events, step_times
+from .trace_timeline import Durations, Event, read_events, shortest_transfers, step_times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(traces: Sequence[Path]) -> None:
-    for path in traces:
-        sys.stdout.write(json.dumps(_read(path)) + "\n")
+    all_events = [read_events(path) for path in traces]
+    shortest = shortest_transfers(all_events) if len(traces) > 1 else None
+    for events in all_events:
+        sys.stdout.write(json.dumps(_read(events, shortest)) + "\n")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    events = read_events(path)
-    times = step_times(events)
+def _read(events: Sequence[Event], shortest: Durations | None) -> dict[str, Any]:
+    times = step_times(events, shortest=shortest)
     last = times.num_steps + 3
     single = [step_times(events, skip_first=step, skip_last=last - step - 1) for step in range(2, last - 1)]
     stages: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """`python -m freescale.bench.trace_report TRACE…`: where the time of a step goes in a Kineto trace (section 5.2).
 
 Give one trace a rank, recorded with CPU and CUDA activities and every step inside `record_function("step_<number>")`.
+With those of all ranks, over the same steps, what waits for other ranks is told from what moves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .arguments import status_of
-from .trace_timeline import DENSE_KINDS, OUR_KINDS, TORCHREC_KINDS, StepTimes, read_events, step_times
+from .trace_timeline import StepTimes, Traffic, read_events, shortest_transfers, step_times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,11 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(options: argparse.Namespace) -> None:
-    kinds = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS)
-    found = [
-        step_times(read_events(path), kinds, skip_first=options.skip_first, skip_last=options.skip_last)
-        for path in options.traces
-    ]
+    traces = [read_events(path) for path in options.traces]
+    shortest = shortest_transfers(traces) if len(traces) > 1 else None
+    skipped = {"skip_first": options.skip_first, "skip_last": options.skip_last}
+    found = [step_times(events, shortest=shortest, **skipped) for events in traces]
     for path, times in zip(options.traces, found, strict=True):
         sys.stdout.write(json.dumps(asdict(times)) + "\n" if options.json else f"{path}\n{describe(times)}\n")
 
@@ -45,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _moving(of_kind: Traffic) -> str:
+    if of_kind.moving_ms is None:
+        return ""
+    return f" (moving: {of_kind.exposed_moving_ms:.2f} of {of_kind.moving_ms:.2f})"
+
+
 def describe(times: StepTimes) -> str:
     """Say it in lines."""
     lines = [
@@ -52,9 +58,14 @@ def describe(times: StepTimes) -> str:
         f"bubble {times.bubble_ms:.2f} = exposed traffic {times.exposed_ms:.2f} + other streams {times.side_ms:.2f} "
         f"+ copies {times.copy_ms:.2f} + idle {times.idle_ms:.2f}"
     ]
+    if times.exposed_moving_ms is not None:
+        waiting = times.exposed_ms - times.exposed_moving_ms
+        lines.append(
+            f"  of the exposed traffic {times.exposed_moving_ms:.2f} ms move, {waiting:.2f} wait for other ranks"
+        )
     for kind, each in times.traffic.items():
         lines.append(
-            f"  {kind}: {each.exposed_ms:.2f} exposed of {each.total_ms:.2f} ms, {each.calls:g} calls, "
+            f"  {kind}: {each.exposed_ms:.2f} exposed of {each.total_ms:.2f} ms{_moving(each)}, {each.calls:g} calls, "
             f"{each.sent_bytes / 1e6:.1f} MB"
         )
     lines += [

@@ -4,6 +4,9 @@ The *main stream* is the one that computes most. A step's **bubble** is the time
 kernel, whatever the reason; *exposed* traffic is the part of it in which data travels. The bubble is the figure to
 compare: traffic counted against kernels of all streams flatters, since one long index kernel on a side stream hides a
 transfer that the model waits for.
+
+A transfer's kernel runs from when its own rank comes until the last rank has come and the data is there. The traces of
+all ranks tell the two apart: a transfer *moves* for as long as it takes on the rank that is last, and *waits* before.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .intervals import Interval, clip, ends, length, subtract, union
+
 Event = Mapping[str, Any]
-Interval = tuple[float, float]
+Kinds = Sequence[tuple[str, str]]
+Durations = Mapping[str, Sequence[float]]
 
 TORCHREC_KINDS: tuple[tuple[str, str], ...] = (
     (r"pec_overlap_dist", "masks"),
@@ -40,6 +46,8 @@ OUR_KINDS: tuple[tuple[str, str], ...] = ((r"freescale: ((early|late) rows|(urge
 DENSE_KINDS: tuple[tuple[str, str], ...] = ((r"allreduce|all_reduce|AllReduce|DistributedDataParallel", "dense"),)
 """The gradients of the replicated part."""
 
+ALL_KINDS = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS)
+
 _WAITS = re.compile(
     r"^(cuda(Stream|Event|Device)Synchronize|cu(Stream|Event|Ctx)Synchronize|cudaMemcpy(2D|3D|ToSymbol|FromSymbol)?"
     r"|cuMemcpy(DtoH|HtoD)(_v2)?|cudaFree|cudaMalloc|cudaHostAlloc|cudaMallocHost|cudaFreeHost|cudaHostRegister)$"
@@ -56,12 +64,16 @@ class Traffic:
         exposed_ms: The part of it in which the main stream computes nothing.
         calls: Kernels (or ranges of host traffic).
         sent_bytes: What this rank puts in, where the trace says so.
+        moving_ms: The part of `total_ms` in which no rank is waited for; None without the traces of other ranks.
+        exposed_moving_ms: The same of `exposed_ms`.
     """
 
     total_ms: float
     exposed_ms: float
     calls: float
     sent_bytes: float
+    moving_ms: float | None = None
+    exposed_moving_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class StepTimes:
         idle_ms: Nothing runs.
         traffic: By kind; kinds that overlap each count in full.
         host_waits: Longest first.
+        exposed_moving_ms: The part of `exposed_ms` in which a transfer moves; None without the traces of other ranks.
     """
 
     num_steps: int
@@ -110,66 +123,11 @@ class StepTimes:
     idle_ms: float
     traffic: dict[str, Traffic]
     host_waits: list[HostWait]
+    exposed_moving_ms: float | None = None
 
     def waits_of_trainer(self) -> list[HostWait]:
         """Waits that hold up the trainer: on its thread, and on autograd's."""
         return [wait for wait in self.host_waits if wait.thread != "other"]
-
-
-# ---- intervals ---------------------------------------------------------------------------------------------------
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Join intervals that touch or overlap; empty ones vanish.
-
-    Example:
-        >>> union([(5, 6), (0, 2), (1, 3), (4, 4)])
-        [(0, 3), (5, 6)]
-    """
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        elif end > start:
-            joined.append((start, end))
-    return joined
-
-
-def subtract(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """What is left of some intervals without others; both sorted and disjoint, as `union` gives them.
-
-    Example:
-        >>> subtract([(0, 10), (20, 30)], [(2, 3), (5, 25)])
-        [(0, 2), (3, 5), (25, 30)]
-    """
-    left, first = [], 0
-    for start, end in intervals:
-        while first < len(taken) and taken[first][1] <= start:
-            first += 1
-        at = first
-        while at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > start:
-                left.append((start, taken[at][0]))
-            start = max(start, taken[at][1])
-            at += 1
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def clip(intervals: Iterable[Interval], low: float, high: float) -> list[Interval]:
-    """Cut intervals to a window.
-
-    Example:
-        >>> clip([(0, 2), (3, 9)], 1, 5)
-        [(1, 2), (3, 5)]
-    """
-    return [(max(start, low), min(end, high)) for start, end in intervals if end > low and start < high]
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Add up disjoint intervals."""
-    return sum(end - start for start, end in intervals)
 
 
 # ---- the trace ---------------------------------------------------------------------------------------------------
@@ -187,13 +145,14 @@ def read_events(path: Path) -> list[Event]:
 
 def step_times(
     events: Sequence[Event],
-    kinds: Sequence[tuple[str, str]] = (*OUR_KINDS, *TORCHREC_KINDS, *DENSE_KINDS),
+    kinds: Kinds = ALL_KINDS,
     *,
     communication: str = "nccl",
-    host_kinds: Sequence[tuple[str, str]] = (),
+    host_kinds: Kinds = (),
     step_name: str = "step_",
     skip_first: int = 2,
     skip_last: int = 1,
+    shortest: Durations | None = None,
 ) -> StepTimes:
     """Divide the time of the steps in a trace of one rank.
 
@@ -209,6 +168,8 @@ def step_times(
         step_name: What the names of the steps' ranges begin with.
         skip_first: Steps left out at the start.
         skip_last: Steps left out at the end; at least one, since its end is not seen.
+        shortest: What `shortest_transfers` says of the traces of all ranks; None: what waits is not told from what
+            moves.
 
     Raises:
         ValueError: Too few steps, or no compute kernels on a device, in the trace.
@@ -224,7 +185,31 @@ def step_times(
     first, last = trace.steps[skip_first], trace.steps[-skip_last]
     low, high = trace.starts_on_device(first[0]), trace.starts_on_device(last[0])
     num_steps = len(trace.steps) - skip_first - skip_last
-    return _divide(trace, low, high, num_steps, (kinds, host_kinds), trace.host_waits(first[0], last[0], num_steps))
+    sorted_out = trace.by_kind(kinds, host_kinds)
+    moving = None if shortest is None else {k: ends(map(_span, e), shortest.get(k, ())) for k, e in sorted_out.items()}
+    return _divide(trace, low, high, num_steps, sorted_out, moving, trace.host_waits(first[0], last[0], num_steps))
+
+
+def shortest_transfers(
+    traces: Iterable[Sequence[Event]], kinds: Kinds = ALL_KINDS, *, communication: str = "nccl"
+) -> Durations:
+    """How long each transfer took on the rank where it was shortest, which was the last to come.
+
+    Args:
+        traces: Of all ranks, over the same steps, each to its end: a transfer is the same on all ranks by its place
+            among those of its kind, counted from the end.
+        kinds: As for `step_times`.
+        communication: As for `step_times`.
+
+    Returns:
+        By kind the microseconds of each transfer that all ranks have, the last one first.
+    """
+    durations: list[dict[str, list[float]]] = []
+    for events in traces:
+        sorted_out = _Trace(events, re.compile(communication), "step_").by_kind(kinds, ())
+        durations.append({kind: [e.get("dur", 0) for e in reversed(found)] for kind, found in sorted_out.items()})
+    common = set.intersection(*(set(each) for each in durations)) if durations else set()
+    return {kind: list(map(min, zip(*(each[kind] for each in durations), strict=False))) for kind in sorted(common)}
 
 
 def _divide(
@@ -232,7 +217,8 @@ def _divide(
     low: float,
     high: float,
     num_steps: int,
-    kinds: tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]],
+    sorted_out: Mapping[str, Sequence[Event]],
+    moves: Mapping[str, Sequence[Interval]] | None,
     host_waits: list[HostWait],
 ) -> StepTimes:
     """Split the window between the main stream, traffic, other streams and copies, in that order of precedence."""
@@ -240,19 +226,21 @@ def _divide(
     def ms(intervals: Iterable[Interval]) -> float:
         return length(intervals) / 1e3 / num_steps
 
-    def within(found: Iterable[Event]) -> list[Interval]:
-        return union(clip([_span(event) for event in found], low, high))
+    def inside(intervals: Iterable[Interval]) -> list[Interval]:
+        return union(clip(intervals, low, high))
 
-    main, computing, copies = within(trace.on_main), within(trace.compute), within(trace.copies)
-    traffic, moving = {}, []
-    for kind, found in trace.by_kind(*kinds).items():
-        busy = within(found)
+    main, computing, copies = (inside(map(_span, each)) for each in (trace.on_main, trace.compute, trace.copies))
+    traffic = {}
+    for kind, found in sorted_out.items():
+        busy = inside(map(_span, found))
         shown = [event for event in found if low < _span(event)[1] and _span(event)[0] < high]
-        moving += busy
         if shown:
             sent = sum(_sent_bytes(event) for event in shown) / num_steps
-            traffic[kind] = Traffic(ms(busy), ms(subtract(busy, main)), len(shown) / num_steps, sent)
-    travelling = union(moving)
+            moved = None if moves is None else inside(moves[kind])
+            parts = (None, None) if moved is None else (ms(moved), ms(subtract(moved, main)))
+            traffic[kind] = Traffic(ms(busy), ms(subtract(busy, main)), len(shown) / num_steps, sent, *parts)
+    travelling = inside(_span(event) for found in sorted_out.values() for event in found)
+    moving = None if moves is None else inside(interval for each in moves.values() for interval in each)
     bubble = subtract([(low, high)], main)
     exposed = subtract(travelling, main)
     side = subtract(subtract(computing, main), travelling)
@@ -268,6 +256,7 @@ def _divide(
         idle_ms=ms(bubble) - ms(exposed) - ms(side) - ms(copying),
         traffic=traffic,
         host_waits=host_waits,
+        exposed_moving_ms=None if moving is None else ms(subtract(moving, main)),
     )
 
 
@@ -301,6 +290,7 @@ class _Trace:
             busy[_stream(event)] += event.get("dur", 0)
         main = max(busy, key=lambda stream: busy[stream]) if busy else None
         self.on_main = [e for e in self.compute if _stream(e) == main]
+        self.traffic.sort(key=lambda e: float((self._launch(e) or e)["ts"]))
         launched = [(launch["ts"], e["ts"]) for e in self.on_main if (launch := self._launch(e)) is not None]
         self._main_starts = sorted(launched)
 
@@ -312,10 +302,8 @@ class _Trace:
         starts: float = self._main_starts[at][1]
         return starts
 
-    def by_kind(
-        self, kinds: Sequence[tuple[str, str]], host_kinds: Sequence[tuple[str, str]]
-    ) -> dict[str, list[Event]]:
-        """Sort traffic by kind, and by the name of the collective where no kind is found."""
+    def by_kind(self, kinds: Kinds, host_kinds: Kinds) -> dict[str, list[Event]]:
+        """Sort traffic by kind, and by the name of the collective where no kind is found; in the order of launches."""
         sorted_out: dict[str, list[Event]] = defaultdict(list)
         launches = [launch for e in self.traffic if (launch := self._launch(e)) is not None]
         enclosing = _enclosing(self.ranges, launches)
@@ -376,7 +364,7 @@ def _enclosing(ranges: Sequence[Event], events: Sequence[Event]) -> dict[int, li
     return names
 
 
-def _first_match(kinds: Sequence[tuple[str, str]], text: str) -> str | None:
+def _first_match(kinds: Kinds, text: str) -> str | None:
     found = ((re.search(pattern, text), kind) for pattern, kind in kinds)
     return next((match.expand(kind) for match, kind in found if match), None)
 

@@ -49,7 +49,7 @@ def record(kind: str, rank: int, launch: int = 0, link: str = "nvlink", **more: 
 
 
 def measured(
-    contender: str, steps: list[list[float]], ratio: float = 0.05, exposed: float = 0.0
+    contender: str, steps: list[list[float]], ratio: float = 0.05, exposed: float = 0.0, moving: float | None = None
 ) -> list[dict[str, Any]]:
     """Records of one contender, one list of steps a launch, rank 1 a millisecond slower; with a trace each."""
     same: dict[str, Any] = {"contender": contender, "cell": vars(Cell(8000, ratio))}
@@ -62,13 +62,40 @@ def measured(
                 ("step_ms", "compute_ms", "bubble_ms", "exposed_ms", "side_ms", "copy_ms", "idle_ms"), 1.0
             )
             traffic = {
-                "late rows": {"total_ms": 2 * exposed, "exposed_ms": exposed},
-                "dense": {"total_ms": 9, "exposed_ms": 9},
+                "late rows": {"total_ms": 2 * exposed, "exposed_ms": exposed, "exposed_moving_ms": moving},
+                "dense": {"total_ms": 9, "exposed_ms": 9, "exposed_moving_ms": 9},
             }
             wait = {"call": "cudaStreamSynchronize", "thread": "trainer", "where": "aten::item", "calls": 2, "ms": 0.5}
-            trace = {**parts, "num_steps": 20, "traffic": traffic, "host_waits": [wait] if contender == "sdd" else []}
+            trace = {
+                **parts,
+                "exposed_moving_ms": moving,
+                "num_steps": 20,
+                "traffic": traffic,
+                "host_waits": [wait] if contender == "sdd" else [],
+            }
             found.append(record("trace", rank, launch, times=trace, **same))
     return found
+
+
+def test_what_waits_for_other_ranks_is_told_from_what_moves_where_that_is_known() -> None:
+    ours = [each for i in range(4) for each in measured("prioritized", [[1]], i / 10, exposed=7.0 - i, moving=0.1 + i)]
+    theirs = measured("sdd", [[1]], 0.0, exposed=2.0, moving=1.5) + measured("base", [[1]], 0.0, exposed=2.0)
+    table = dict.fromkeys(("num_occurrences", "num_rows", "rows", "requests", "occurrences"), 1)
+    cells = [vars(Cell(8000, i / 10)) for i in range(4)]
+    workloads = [record("workload", 0, cell=c, urgent_bytes=i * 1e6, tables=[table]) for i, c in enumerate(cells)]
+    report = Report(SIZES, ours + theirs + workloads, [], [])
+    said = notes(report)
+    compared = (
+        "exposed embedding traffic 7.00 ms against SDD's 2.00 (of it moving 0.100 against 1.500, 1/15.0; the rest"
+    )
+    assert any(compared in line for line in said)
+    fits = [line for line in said if "R²" in line]
+    assert "exposes 7.00 ms + -1.000 ms" in fits[0]
+    assert "exposes 0.10 ms + 1.000 ms" in fits[1]
+    assert fits[1].endswith("R² 1.000 over 4 ratios, of what moves")
+    rows = {row[0]: row[6:9] for row in next(t for t in tables(report) if "milliseconds" in t.title).rows}
+    expected = {"TorchRec base": ("2.00", "-", "-"), "TorchRec SDD": ("2.00", "1.50", "0.50")}
+    assert rows == {**expected, "ours, prioritized": ("7.00", "0.10", "6.90")}
 
 
 def test_figures_are_medians_over_launches_of_the_slowest_rank() -> None:

@@ -149,12 +149,23 @@ def test_straggling_is_told_step_by_step_though_ranks_are_even_on_average() -> N
     assert baseline.samples_per_s == pytest.approx(80.0)
     [table] = tables(made)
     assert table.rows[0][1:7] == ("100.00", "100.0-100.0", "+0.0 %", "80", "20.0", "10.00")
-    assert table.rows[0][7:12] == ("0.00", "4.00", "0.00", "11.00", "0.50")
+    assert table.rows[0][7:14] == ("0.00", "4.00", "0.00", "11.00", "0.50", "-", "-")
     assert table.rows[1][3] == "-18.0 %"
     assert verdicts(made) == [
         "nvlink, cut 9, 4 samples a rank, against TorchRec, SDD: step -18.0 %; bubble 20.00 -> 1.50 ms, 92 % less "
         "(90 %: met), of it waiting for ranks and their data 11.00 -> 0.50 ms, 95 % less"
     ]
+
+
+def test_what_moves_is_told_from_waiting_for_ranks_where_all_traces_say_so() -> None:
+    found = [each for rank in range(2) for each in _found("sdd", rank, 90.0, [80.0, 80.0], {"dense": 4.0 + rank})]
+    found[1]["times"]["exposed_moving_ms"] = 1.0
+    [table] = tables(rows(found, 2))
+    assert table.rows[0][12:14] == ("-", "-")
+    found[3]["times"]["exposed_moving_ms"] = 2.0
+    [table] = tables(rows(found, 2))
+    assert table.rows[0][12:14] == ("1.50", "3.00")
+    assert table.columns[12:14] == ["moving", "for ranks"]
 
 
 def test_launches_are_told_apart_and_put_together() -> None:

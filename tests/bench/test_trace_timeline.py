@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from freescale.bench import trace_report
-from freescale.bench.trace_timeline import clip, length, read_events, step_times, subtract, union
+from freescale.bench.embedding_launches import read_traces
+from freescale.bench.intervals import clip, length, subtract, union
+from freescale.bench.trace_timeline import read_events, shortest_transfers, step_times
 
 TRAINER, AUTOGRAD, POLLER = 1, 2, 3
 MAIN, SIDE, WIRE = 7, 9, 20
@@ -177,6 +179,60 @@ def test_a_copy_from_pageable_memory_is_a_wait() -> None:
     assert (wait.call, wait.calls) == ("cudaMemcpyAsync", 1)
 
 
+def two_ranks() -> tuple[Script, Script]:
+    """The second rank is 40 us late for its rows and the first one 10 us for gradients; a row more ends the first."""
+    early, late = Script(), Script()
+    for rank, rows_at, rows, gradients_at, gradients in ((early, 380, 100, 700, 30), (late, 420, 60, 690, 40)):
+        rank.kernel("gemm", 0, 400, MAIN)
+        rank.kernel("ncclDevKernel_SendRecv", rows_at, rows, WIRE, "freescale: early rows")
+        rank.kernel("ncclDevKernel_SendRecv", gradients_at, gradients, SIDE, "freescale: urgent gradients")
+    return early, late
+
+
+def test_with_the_traces_of_all_ranks_waiting_for_others_is_told_from_moving() -> None:
+    early, late = two_ranks()
+    first = next(event for event in early.events if event["name"] == "freescale: early rows")
+    early.events.remove(first)  # begun before the profiler was: only the last ones are the same on all ranks
+    shortest = shortest_transfers([early.events, late.events])
+    assert shortest == {"early rows": [60] * 5, "urgent gradients": [30] * 6}
+    times = [step_times(rank.events, shortest=shortest) for rank in (early, late)]
+    rows, gradients = ([each.traffic[kind] for each in times] for kind in ("early rows", "urgent gradients"))
+    assert [each.total_ms for each in rows] == pytest.approx([0.1, 0.06])
+    assert [each.moving_ms for each in rows] == pytest.approx([0.06, 0.06])
+    assert [each.exposed_ms for each in rows] == pytest.approx([0.08, 0.06])
+    assert [each.exposed_moving_ms for each in rows] == pytest.approx([0.06, 0.06])
+    assert [each.moving_ms for each in gradients] == pytest.approx([0.03, 0.03])
+    assert [each.exposed_ms for each in times] == pytest.approx([0.11, 0.1])
+    assert [each.exposed_moving_ms for each in times] == pytest.approx([0.09, 0.09])
+
+
+@pytest.mark.parametrize("reader", ["freescale.bench.trace_report", "freescale.bench.straggler_trace"])
+def test_the_traces_of_all_ranks_are_read_together_and_a_broken_one_leaves_the_others(
+    reader: str, tmp_path: Path
+) -> None:
+    found: list[dict[str, Any]] = []
+    for contender in ("sdd", "prioritized"):
+        for rank, script in enumerate(two_ranks()):
+            path = tmp_path / f"{contender}-{rank}.json"
+            broken = contender == "sdd" and rank == 1
+            path.write_text("" if broken else json.dumps({"traceEvents": script.events}))
+            about = {"link": "nvlink", "cell": {"cut": 9}, "contender": contender, "path": str(path)}
+            found.append({"kind": "trace", "rank": rank, **about})
+    read_traces(found, reader=reader)
+    alone, broken_one, *ours = found
+    assert alone["times"]["exposed_moving_ms"] is None
+    assert "is no trace of torch.profiler" in broken_one["fault"]
+    assert [each["times"]["exposed_ms"] for each in ours] == pytest.approx([0.11, 0.1])
+    assert [each["times"]["exposed_moving_ms"] for each in ours] == pytest.approx([0.09, 0.09])
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_other_ranks_nobody_says_what_waits() -> None:
+    times = step_times(two_ranks()[0].events)
+    assert times.exposed_moving_ms is None
+    assert {each.moving_ms for each in times.traffic.values()} == {None}
+
+
 def test_too_few_steps_or_no_kernels_are_refused() -> None:
     script = Script(3)
     script.kernel("gemm", 0, 400, MAIN)
@@ -203,6 +259,8 @@ def test_the_report_says_where_the_time_goes_and_names_what_is_no_trace(
     script.runtime("cudaStreamSynchronize", 110, 150)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": script.events}))
+    assert trace_report.main([str(path), str(path)]) == 0
+    assert "of the exposed traffic 0.05 ms move, 0.00 wait for other ranks" in capsys.readouterr().out
     assert trace_report.main([str(path)]) == 0
     said = capsys.readouterr().out
     assert "3 steps of 1.00 ms: computing 0.40, bubble 0.60 = exposed traffic 0.05" in said
