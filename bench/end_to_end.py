@@ -164,7 +164,7 @@ def _run(
     options: argparse.Namespace, folder: Path, found: list[dict[str, Any]], console: Console
 ) -> tuple[list[str], str]:
     """Run all launches, links in turn; what fails is said, and the others go on. Also gives the version of TorchRec."""
-    started = time.time()
+    started, late = time.time(), 0.0
     launcher = Launcher(options.device, folder, ranks="end_to_end_rank")
     broken: list[str] = []
     if options.keep_traces is not None:
@@ -173,7 +173,7 @@ def _run(
     try:
         launcher.await_ready()
         for number, (launch, link) in enumerate(planned):
-            left = started + options.limit_s - time.time()
+            left = started + options.limit_s - late - time.time()
             if left <= 0:
                 broken.append(f"no time for launch {launch + 1} over {link}")
                 continue
@@ -181,6 +181,7 @@ def _run(
             place.mkdir()
             settings = _settings(options, link, time.time() + left / (len(planned) - number))
             new, faulty = run_all(launcher, settings, place)
+            late = max(late, time.time() - settings.until)  # to end the measurement under way, and the ranks
             read_traces(new, options.keep_traces, reader="freescale.bench.straggler_trace")
             found += [{**each, "launch": launch} for each in new]
             broken += [f"{link}: {fault}" for fault in faulty]
