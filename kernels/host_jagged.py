@@ -85,7 +85,7 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
     flat, count = lengths.reshape(-1), values[0].shape[0]
     sizes = integers(flat)
     ends = ends_of(sizes, count)
-    order = _transposed_order(num_keys, num_samples)
+    order, rows = _transposed_order(num_keys, num_samples)
     if len(values) == 1 and host_fbgemm.takes(values[0], flat, sizes.size):
         only, turned_lengths = host_fbgemm.permute_ids(values[0], flat, order, count)
         return [only], turned_lengths.view(num_samples, num_keys)
@@ -93,7 +93,6 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
     if host_fbgemm.serves(values, count):
         moved, permuted = _permuted_by_fbgemm(values, flat, order, count)
     else:
-        rows = order.numpy()
         turned = sizes.take(rows)
         moved, permuted = _gather(values, (ends - sizes).take(rows), turned, count), torch.from_numpy(turned)
     if permuted is None:
@@ -102,8 +101,10 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
 
 
 @functools.lru_cache(maxsize=8)
-def _transposed_order(num_keys: int, num_samples: int) -> Tensor:
-    return torch.arange(num_keys * num_samples, dtype=torch.int32).view(num_keys, num_samples).t().reshape(-1)
+def _transposed_order(num_keys: int, num_samples: int) -> tuple[Tensor, Integers]:
+    """Rows in their new order, as FBGEMM wants them and as NumPy does, which takes twice as long by 32 bits."""
+    rows: Integers = np.arange(num_keys * num_samples).reshape(num_keys, num_samples).T.reshape(-1)
+    return _narrowed(rows), rows
 
 
 def _gather(values: list[Tensor], starts: Integers, sizes: Integers, count: int) -> list[Tensor]:
