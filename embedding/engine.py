@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from .errors import EmbeddingError, naming
 from .forms import Layout
 from .grouping import Place, group_tables, lay_out_slots
 from .host_ids import HostIds, same_ids
-from .lanes import open_lanes
+from .lanes import LAST_PATIENCE_S, open_lanes
 from .late_check import LateCheck
 from .optimizer import FusedOptimizer, GradScale, Optimizer, Stamp
 from .planner import Planner
@@ -259,30 +260,33 @@ class Engine:
 
     def leave(self) -> None:
         """Close the channels at once, and so what threads wait for: the process ends."""
-        for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
-            channel.close()
+        self._close_channels()
         self.close()
 
     def finish(self) -> None:
         """End threads after what they have to do, then close the channels: the process ends, and all went well."""
         if self._planner is not None:
             self._planner.finish()
-            if self.device.type == "cuda":  # streams may wait for peers, and do not once channels are closed
-                self.leave()
+            if self.device.type == "cuda":  # all is enqueued; peers that wait for more than that are to hear of it
+                self._close_channels()
+            deadline = time.monotonic() + LAST_PATIENCE_S
             for lane in self._lanes:
-                lane.finish()
+                lane.finish(deadline)
         self.close()
 
     def close(self) -> None:
         """End threads and channels, also after a failure. Weights can still be read."""
         self._closed = True
         if self._planner is None:
-            for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
-                channel.close()
+            self._close_channels()
             return
         self._planner.close()
         for lane in self._lanes:
             lane.close()
+
+    def _close_channels(self) -> None:
+        for channel in (self._ids_channel, self._urgent_channel, self._background_channel):
+            channel.close()
 
     def move(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply what `Module.to` applies."""

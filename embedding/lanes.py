@@ -24,7 +24,8 @@ from .device_arrays import Upload
 
 Job = Callable[[Transport], Pending | None]
 _PATIENCE_S = 2.0
-_LAST_PATIENCE_S = 10.0  # when the process ends: peers may be late, and at the same messages
+_NAP_S = 0.001
+LAST_PATIENCE_S = 10.0  # when the process ends: peers may be late, and at the same messages
 
 
 class Ticket(ABC):
@@ -67,8 +68,9 @@ class Lane(ABC):
     def close(self) -> None:
         """Give back the channel and the thread, after what is under way."""
 
-    def finish(self) -> None:
-        """As `close`, with more patience: the process ends."""
+    def finish(self, deadline: float) -> None:
+        """As `close`, with more patience: the process ends. A lane in a thread has patience of its own."""
+        del deadline
         self.close()
 
 
@@ -127,8 +129,9 @@ class ThreadLane(Lane):
         """See `Lane.close`."""
         self._end()
 
-    def finish(self) -> None:
+    def finish(self, deadline: float) -> None:
         """See `Lane.finish`."""
+        del deadline
         finish_threads(self._jobs, self._threads)
         self._end()
 
@@ -181,7 +184,7 @@ def end_threads(jobs: SimpleQueue[Any], threads: Sequence[threading.Thread], tra
 def finish_threads(jobs: SimpleQueue[Any], threads: Sequence[threading.Thread]) -> None:
     """Let threads end what they have to do, with more patience."""
     jobs.put(None)
-    _join(threads, _LAST_PATIENCE_S)
+    _join(threads, LAST_PATIENCE_S)
 
 
 def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
@@ -203,6 +206,7 @@ class StreamLane(Lane):
     def __init__(self, transport: Transport, device: torch.device, *, urgent: bool) -> None:
         self.transport, self._device = transport, device
         self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
+        self._is_closed = False
         self._before = torch.cuda.Event()  # recorded anew by each job: what waits for it is enqueued at once
 
     def run(self, job: Job, *used: Tensor, uploads: Sequence[Upload] = (), after: Ticket | None = None) -> Ticket:
@@ -236,8 +240,16 @@ class StreamLane(Lane):
         torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
     def close(self) -> None:
-        """See `Lane.close`."""
-        self.stream.synchronize()
+        """See `Lane.close`. The stream may wait for a peer that is gone: then the channel has a deadline for it."""
+        self.finish(time.monotonic() + _PATIENCE_S)
+
+    def finish(self, deadline: float) -> None:
+        """See `Lane.finish`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        while not self.stream.query() and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
         self.transport.close()
 
 

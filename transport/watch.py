@@ -47,14 +47,19 @@ class Watch:
             with self._changed:
                 while not (self._looks or self._ending.is_set()):
                     self._changed.wait()
-                self._looks = dict.fromkeys(self._looks, False)
-                looks = list(self._looks)
-            done = [look for look in looks if not look()]
-            with self._changed:
-                for look in done:
-                    if not self._looks[look]:
-                        del self._looks[look]
+            self._call_all()
             self._ending.wait(_EVERY_S)
+
+    def _call_all(self) -> None:
+        """In a function of its own: while the thread sleeps it keeps nobody alive who has nothing outstanding."""
+        with self._changed:
+            self._looks = dict.fromkeys(self._looks, False)
+            looks = list(self._looks)
+        done = [look for look in looks if not look()]
+        with self._changed:
+            for look in done:
+                if not self._looks[look]:
+                    del self._looks[look]
 
 
 watch = Watch()

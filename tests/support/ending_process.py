@@ -81,7 +81,7 @@ def enter_by_watch(cpp: CppWait) -> None:
 
 def enter_by_stage(cpp: CppWait) -> None:
     """Distinct ids are found. The main thread hardly waits for it."""
-    lanes._PATIENCE_S = lanes._LAST_PATIENCE_S = 0.01
+    lanes._PATIENCE_S = lanes.LAST_PATIENCE_S = 0.01
     ask = vars(planner)["ask"]
 
     def slow(*arguments: Any) -> Any:

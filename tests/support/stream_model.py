@@ -62,8 +62,8 @@ class ModelStream:
         _count("wait")
         self.clock |= other.clock
 
-    def synchronize(self) -> None:
-        pass
+    def query(self) -> bool:
+        return True
 
 
 class ModelEvent:
