@@ -17,9 +17,10 @@ from ..transport import Transport, TransportTimeout
 from .adapters.adapt import Adapter, adapter_for, adapter_from
 from .arguments import check_arguments, lengths_from, refuse_in_worker, select_columns
 from .batches.batch import JaggedBatch
+from .iterator import BalancedIterator
 from .loss_scaled import LossScaled
 from .partitioners.partition import greedy_batch_size
-from .plan import Partitioner
+from .plan import Partitioner, reads_measured
 from .protocol.header import State
 from .protocol.payload import Sections
 from .protocol.protocol import Protocol
@@ -28,7 +29,7 @@ from .protocol.step import LocalBatch
 from .report import Report
 from .reshard import check_state
 from .source import ReplayedSource, Source, check_share, source_of
-from .worker import End, Worker
+from .worker import Worker
 
 T = TypeVar("T")
 Lengths = str | Sequence[str] | Callable[[Any], Tensor]
@@ -64,6 +65,8 @@ class BalancedLoader(Generic[T]):
 
     Attributes:
         last_report: About the batch handed out last; None before the first.
+        lets_thread_sleep: A batch that is taken now has another one made only at `wake_thread`, or when the next is
+            taken: for whoever takes batches ahead, and has a better moment for a thread that needs the interpreter.
 
     The other attributes are those of `dataloader`.
 
@@ -111,6 +114,8 @@ class BalancedLoader(Generic[T]):
         self._next: dict[str, Any] | None = None  # of an epoch that ended: how the next one begins
         self._worker: Worker | None = None
         self._paced = False  # by hooks; see hooks.py
+        self.lets_thread_sleep = False
+        self._without_room: Worker | None = None  # whose last entry was taken without making room
         self._seconds: tuple[int, float] = (-1, math.nan)
         self._warned = False
         # A worker keeps its loader, so by then it has ended.
@@ -200,6 +205,12 @@ class BalancedLoader(Generic[T]):
         if self._worker is not None:
             self._worker.advance(passing)
 
+    def wake_thread(self) -> None:
+        """Have the batch made that `lets_thread_sleep` put off, if it did."""
+        worker, self._without_room = self._without_room, None
+        if worker is not None:
+            worker.make_room()
+
     def close(self) -> None:
         """Leave the running epoch, and wait until no thread is left. Peers that go on get `PeerClosed`.
 
@@ -248,6 +259,11 @@ class BalancedLoader(Generic[T]):
         return self._adapter.restore(columns.pin_memory() if self._pin_memory else columns)
 
     # ---- measured seconds
+
+    @property
+    def reads_seconds(self) -> bool:
+        """Whether the partitioner reads the compute seconds of steps; to measure them is of no use otherwise."""
+        return reads_measured(self._partitioner)
 
     @contextlib.contextmanager
     def measure(self, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
@@ -360,35 +376,3 @@ class BalancedLoader(Generic[T]):
 
 balance = BalancedLoader
 """Wrap a DataLoader so that its batches are balanced over the ranks: `BalancedLoader`, by the name to call it."""
-
-
-class BalancedIterator(Generic[T]):
-    """One epoch of a balanced loader. Forgetting it leaves the epoch."""
-
-    def __init__(self, loader: BalancedLoader[T], worker: Worker) -> None:
-        self.loader = loader
-        self._worker: Worker | None = worker
-        self._leave = weakref.finalize(self, worker.close)
-        self._leave.atexit = False
-
-    def __iter__(self) -> BalancedIterator[T]:
-        return self
-
-    def __next__(self) -> tuple[T, Report]:
-        if self._worker is None:
-            raise StopIteration
-        if self.loader._worker is not self._worker:
-            raise RuntimeError("this iteration was left when its loader was closed, loaded a state or iterated again")
-        started = time.perf_counter()
-        entry = self._worker.take()
-        if isinstance(entry, End):
-            self._worker = None
-            self._leave.detach()
-            if entry.error is not None:
-                self.loader.forget_loaded_state()
-                raise entry.error
-            self.loader._finished(entry.state)
-            raise StopIteration
-        entry.report.exposed_seconds = time.perf_counter() - started
-        self.loader._hand_out(entry.report, entry.state)
-        return entry.batch, entry.report

@@ -8,7 +8,8 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from ..transport import Transport
-from .loader import BalancedIterator, BalancedLoader, Lengths
+from .iterator import BalancedIterator
+from .loader import BalancedLoader, Lengths
 from .partitioners.partition import greedy_batch_size
 from .plan import Partitioner
 from .report import Report

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..kernels.traced import traced
 from .adapters.device import moved, pinned, record_stream
 from .hooks import balanced_loader
-from .loader import BalancedIterator
+from .iterator import BalancedIterator
 from .report import Report
 from .stopwatch import Stopwatch
 
@@ -79,7 +79,8 @@ class StagedPipeline:
         model: Called with one batch. Without `loss_fn` it returns the loss, or a tuple that begins with it.
         optimizer: Anything with `zero_grad` and `step`. None: the caller's `metrics`, or hooks, do it.
         loader: What the iterators given to `progress` come from: `balance(…)`, `BalancerNode` or `.balance` of a
-            DataPipe; it is told how long the compute of each step took. Any other loader, or None, is not.
+            DataPipe; it is told how long the compute of each step took, if its partitioner reads that. Any other
+            loader, or None, is not.
         loss_fn: Gives the loss of what the model returned, the batch, and the report of a balanced loader, whose
             `loss_scale` makes gradients right: `lambda scores, batch, report: … .sum() * report.loss_scale("label")`.
         metrics: Called with what the model returned, the batch and the report, after the optimizer's step.
@@ -193,7 +194,7 @@ class StagedPipeline:
         with traced("freescale.forward"):
             loss, output = self._forward(staged)
         with traced("freescale.data_loading"):
-            self._fill(iterator)
+            self._fill_quietly(iterator)
         with traced("freescale.backward"):
             self._backward(loss)
         with traced("freescale.optimizer"):
@@ -242,21 +243,35 @@ class StagedPipeline:
                 return
             self._staged.append(self._stage(entry, before))
 
+    def _fill_quietly(self, iterator: Iterator[Any]) -> None:
+        """As `_fill`, but the balancer's thread sleeps on: it would take the interpreter from each line of this.
+
+        In the backward pass, for which it is woken, the trainer needs the interpreter least.
+        """
+        if self._balanced is None:
+            self._fill(iterator)
+            return
+        self._balanced.lets_thread_sleep = True
+        try:
+            self._fill(iterator)
+        finally:
+            self._balanced.lets_thread_sleep = False
+
     def _stage(self, entry: Any, before: dict[str, Any] | None) -> _Staged:
         report = None if self._balanced is None else self._balanced.last_report
         batch = entry[0] if isinstance(self._iterator, BalancedIterator) else entry
         if self._prepare is not None:
             batch = self._prepare(batch, report)
-        if self.model.training:
-            for name, module, ids_of in self._prefetching:
-                with traced(f"freescale.prefetch {name}"):
-                    module.prefetch(ids_of(batch))
-        arrived = None
+        arrived, on_host = None, batch
         if self._copies is not None:
             with traced("freescale.copy_to_device"), torch.cuda.stream(self._copies):
                 batch = moved(pinned(batch), self.device)
                 arrived = torch.cuda.Event()
                 arrived.record(self._copies)
+        # Last, since it may wake threads that need the interpreter.
+        for name, module, ids_of in self._prefetching if self.model.training else ():
+            with traced(f"freescale.prefetch {name}"):
+                module.prefetch(ids_of(on_host))
         return _Staged(batch, report, before, arrived, self._epoch)
 
     def _await_copy(self, staged: _Staged) -> None:
@@ -272,7 +287,7 @@ class StagedPipeline:
     def _forward(self, staged: _Staged) -> tuple[Tensor, Any]:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self._balanced is not None and staged.report is not None:
+        if self._balanced is not None and staged.report is not None and self._balanced.reads_seconds:
             self._stopwatch.begin((staged.epoch, staged.report.step))
         output = self.model(staged.batch)
         if self._loss_fn is not None:
@@ -290,6 +305,8 @@ class StagedPipeline:
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         if self._stopwatch.is_timing:
             scaled.register_hook(self._end_lap_first)
+        if self._balanced is not None:
+            self._balanced.wake_thread()
         scaled.backward()
 
     def _end_lap_first(self, grad: Tensor) -> None:

@@ -47,7 +47,7 @@ class WorldSamples:
             empty when no column is nested, and for partitioners that say that they do not read it (see `Partitioner`).
         payload_bytes: Bytes that move when a sample moves. Shape [N], int64.
         seconds: Compute time each rank measured last, without waiting for peers. Shape [world_size], float64; NaN
-            before the first measurement.
+            before the first measurement, and for partitioners that say that they do not read it (see `Partitioner`).
         seconds_step: Step that `seconds` belong to. Shape [world_size], int64; -1 before the first measurement.
         measured: The samples that produced `seconds`: for every rank those it trained on in its `seconds_step`, with
             `rank` the rank that trained on them. None before the first measurement.
@@ -162,7 +162,9 @@ Partitioner = Callable[[WorldSamples], Tensor]
 
 One with an attribute `reads_candidate_lengths` that is false is not told the lengths of candidates, which saves the
 ranks an exchange in each step. Those of this package that go by the UIH length or a `CostModel` have it; a cost may
-have it too.
+have it too. One with an attribute `reads_measured` that is false is not told measured seconds, so that nobody takes
+the time and the balancer need not remember samples; those of this package that go by the UIH length have it, but for
+`VariableBatchSize(autotune=True)`.
 """
 
 Cost = Callable[[WorldSamples], Tensor]
@@ -187,6 +189,11 @@ class PassesOn(ABC):
         """Whether `WorldSamples.candidate_lengths` has to be there."""
         return reads_candidate_lengths(self.held)
 
+    @property
+    def reads_measured(self) -> bool:
+        """Whether `WorldSamples.seconds` and what belongs to them have to be there."""
+        return reads_measured(self.held)
+
     def state_dict(self) -> dict[str, Any]:
         """State to resume from: tensors and numbers. Empty when nothing inside learns."""
         return dict(self.held.state_dict()) if hasattr(self.held, "state_dict") else {}
@@ -202,6 +209,11 @@ class PassesOn(ABC):
 def reads_candidate_lengths(part: object) -> bool:
     """Whether a partitioner or cost reads `WorldSamples.candidate_lengths`; true for those that do not say."""
     return bool(getattr(part, "reads_candidate_lengths", True))
+
+
+def reads_measured(part: object) -> bool:
+    """Whether a partitioner or cost reads measured seconds; true for those that do not say."""
+    return bool(getattr(part, "reads_measured", True))
 
 
 def validate_plan(owner: object, world: WorldSamples) -> Tensor:

@@ -149,8 +149,8 @@ class Worker:
             finally:
                 self._driving.release()
 
-    def take(self) -> Item | End:
-        """Wait for the next entry, and make room for another."""
+    def take(self, *, makes_room: bool = True) -> Item | End:
+        """Wait for the next entry, and make room for another, or leave that to `make_room`."""
         with contextlib.ExitStack() as stack:
             if self._thread is None:
                 stack.enter_context(self._driving)
@@ -161,12 +161,17 @@ class Worker:
         entry = self.queue.get()
         if isinstance(entry, Item):
             entry.scraps = ()  # before there is room: to free tensors lets the thread in, which then has work to do
-        self._room.release()
+        if makes_room:
+            self._room.release()
         if isinstance(entry, End):
             self.queue.put(entry)  # whoever asks again, from any thread, gets it again
             # An interpreter that ends while the thread is about to end would end with an abort.
             self.join(_ENDING_S)
         return entry
+
+    def make_room(self) -> None:
+        """Have another batch made: once for each entry that was taken without."""
+        self._room.release()
 
     def close(self) -> None:
         """Stop after the running step; the thread tells the peers. Returns at once."""

@@ -80,6 +80,8 @@ class Operations:
         width: Of the tower.
     """
 
+    reads_candidate_lengths = reads_measured = False
+
     def __init__(self, width: int) -> None:
         self._width = width
 

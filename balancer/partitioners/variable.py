@@ -69,6 +69,11 @@ class VariableBatchSize(PassesOn):
         """The cost."""
         return self.cost
 
+    @property
+    def reads_measured(self) -> bool:
+        """See `PassesOn.reads_measured`."""
+        return self.autotune or super().reads_measured
+
     def __call__(self, world: WorldSamples) -> Tensor:
         """Plan. Returns the owner rank of every sample, shape [num_samples], int64."""
         load = workload(self.weight, world)

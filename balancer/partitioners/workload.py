@@ -26,7 +26,7 @@ def uih_length(world: WorldSamples) -> Tensor:
     return torch.from_numpy(world.uih_lengths.numpy().astype(np.float64))
 
 
-uih_length.__dict__["reads_candidate_lengths"] = False
+uih_length.__dict__.update(reads_candidate_lengths=False, reads_measured=False)
 
 
 @runtime_checkable

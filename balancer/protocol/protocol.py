@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...transport import Pending, Transport, TransportError
 from ..errors import PeerFailed, PlanMismatch, ProtocolError, SchemaMismatch
-from ..plan import Partitioner, WorldSamples, reads_candidate_lengths
+from ..plan import Partitioner, WorldSamples, reads_candidate_lengths, reads_measured
 from ..report import Report
 from .gather import Gather
 from .header import CANDIDATES, LocalStep, State, WorldStep, encode, message_words, write
@@ -70,6 +70,7 @@ class Protocol:
         self._history = History(transport.world_size)
         self._capacity = 0
         self._reads_candidates = reads_candidate_lengths(partitioner)
+        self._reads_measured = reads_measured(partitioner)
         self._notes = Gather(transport, NOTE_WORDS)
         self._lengths: Gather | None = None  # made for the agreed capacity
         self._receive_buffer = np.empty(0, np.uint8)
@@ -283,7 +284,8 @@ class Protocol:
             self.step += 1
             return Outcome(dropped=True)
         # What the partitioner is given it may write into, so what is remembered is a copy.
-        known = self._world_samples(candidate_lengths.clone(), world) if world.somebody_measured else None
+        remembers = self._reads_measured and world.somebody_measured
+        known = self._world_samples(candidate_lengths.clone(), world) if remembers else None
         shuffle = Shuffle(
             self.transport,
             self.schema,

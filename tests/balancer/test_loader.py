@@ -25,6 +25,7 @@ from freescale.balancer import (
     keep_together,
 )
 from freescale.balancer.batches.batch import Column
+from freescale.balancer.partitioners.workload import uih_length
 from freescale.balancer.plan import Cost
 from freescale.transport import Transport, connect
 
@@ -193,6 +194,39 @@ def test_partitioners_read_lengths_of_candidates_if_what_they_hold_does() -> Non
             for nested in (partitioner, grouped(capped(partitioner, max_tokens=9), 2), keep_together(partitioner, "a")):
                 assert nested.reads_candidate_lengths == bool(reads)
     assert not greedy_batch_size.reads_candidate_lengths
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_seconds_are_told_to_partitioners_that_do_not_say_that_they_do_not_read_them(reads: bool) -> None:
+    seen: list[bool] = []
+
+    def partition(world: WorldSamples) -> Tensor:
+        seen.append(world.measured is not None and bool((world.seconds == 7).all()))
+        return greedy_batch_size(world)
+
+    if not reads:
+        partition.__dict__["reads_measured"] = False
+
+    def run(transport: Transport) -> None:
+        loader = balance(Batches(transport.rank, 5, 2), transport, "features.uih", partition, prefetch=1)
+        assert loader.reads_seconds == reads
+        for _ in loader:
+            loader.record_seconds(7)
+
+    run_in_threads(2, run)
+    assert any(seen) == reads
+
+
+def test_partitioners_read_seconds_if_what_they_hold_does() -> None:
+    def by_items(world: WorldSamples) -> Tensor:
+        return world.uih_lengths.double()
+
+    for cost, reads in ((uih_length, False), (CostModel(), True), (by_items, True)):
+        for partitioner in (greedy_batch_size(cost=cost), VariableBatchSize(cost=cost)):
+            for nested in (partitioner, grouped(capped(partitioner, max_tokens=9), 2), keep_together(partitioner, "a")):
+                assert nested.reads_measured == reads
+    assert not greedy_batch_size.reads_measured
+    assert VariableBatchSize(autotune=True).reads_measured
 
 
 def test_unequal_sample_counts_without_reading_a_scale_warn_once() -> None:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from freescale.balancer import JaggedBatch, Report, StagedPipeline, WorldSamples, balance
+from freescale.balancer import (
+    CostModel,
+    JaggedBatch,
+    Report,
+    StagedPipeline,
+    VariableBatchSize,
+    WorldSamples,
+    balance,
+    greedy_batch_size,
+)
 from freescale.transport import Transport, connect
 
 from rank_threads import run_in_threads
@@ -215,7 +224,7 @@ def test_seconds_are_those_of_compute_alone_and_reach_the_partitioner_with_their
 
 def test_seconds_of_an_epoch_that_was_left_are_told_to_no_step_of_the_next_one() -> None:
     model = Model()
-    loader = balance(Batches(5), connect("local"), "uih")
+    loader = balance(Batches(5), connect("local"), "uih", greedy_batch_size(cost=CostModel()))
     told: list[int] = []
     tell = loader.record_seconds
 
@@ -230,6 +239,75 @@ def test_seconds_of_an_epoch_that_was_left_are_told_to_no_step_of_the_next_one()
     assert told == [0]
     assert len(list(pipeline)) == 3 + 5  # what was taken ahead of the first epoch, then all of the second
     assert told == [0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_nobody_takes_the_time_where_the_partitioner_does_not_read_it(autotune: bool) -> None:
+    marks = 0
+
+    def clock() -> float:
+        nonlocal marks
+        marks += 1
+        return float(marks)
+
+    model = Model()
+    loader = balance(Batches(4), connect("local"), "uih", VariableBatchSize(autotune=autotune))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    assert len(list(StagedPipeline(model, optimizer, loader, loss_fn=loss_of, clock=clock))) == 4
+    assert (marks > 0) == autotune == loader.reads_seconds
+
+
+def test_another_batch_is_made_from_the_backward_pass_on_and_at_once_where_none_is_trained_on() -> None:
+    calls: list[str] = []
+    model = Model()
+    model.score.register_forward_hook(lambda *_: calls.append("forward"))
+    model.score.bias.register_post_accumulate_grad_hook(lambda _: calls.append("backward"))
+    loader = balance(Batches(9), connect("local"), "uih", prefetch=1)
+    iterator = loader.with_reports()
+    assert loader._worker is not None
+    release = loader._worker._room.release
+
+    def note_and_release() -> None:
+        calls.append("room")
+        release()
+
+    def prepare(batch: JaggedBatch, report: Report | None) -> JaggedBatch:
+        calls.append("prepare")
+        return batch
+
+    loader._worker._room.release = note_and_release  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pipeline = StagedPipeline(model, optimizer, loader, loss_fn=loss_of, prepare=prepare)
+    pipeline.progress(iterator)
+    assert calls == 3 * ["room", "prepare"] + ["forward", "prepare", "room", "backward"]
+    del calls[:]
+    pipeline.progress(iterator)
+    model.eval()
+    pipeline.progress(iterator)
+    assert calls == ["forward", "prepare", "room", "backward", "forward"]
+    del calls[:]
+    next(iterator)
+    assert calls == ["room"]
+    loader.close()
+
+
+def test_a_batch_that_cannot_be_prepared_leaves_room_for_the_next_one() -> None:
+    model = Model()
+    loader = balance(Batches(6), connect("local"), "uih", prefetch=1)
+    taken: list[int] = []
+
+    def prepare(batch: JaggedBatch, report: Report | None) -> JaggedBatch:
+        taken.append(0)
+        if len(taken) == 4:
+            raise ValueError("not this one")
+        return batch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pipeline = StagedPipeline(model, optimizer, loader, loss_fn=loss_of, prepare=prepare)
+    iterator = loader.with_reports()
+    with pytest.raises(ValueError, match="not this one"):
+        pipeline.progress(iterator)
+    assert len(list(iter(lambda: next(iterator, None), None))) == 2
 
 
 def test_a_run_that_stops_goes_on_with_the_first_batch_that_was_not_trained_on() -> None:

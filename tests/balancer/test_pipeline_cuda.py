@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from freescale.balancer import Report, StagedPipeline, attach, balance
+from freescale.balancer import CostModel, Report, StagedPipeline, attach, balance, greedy_batch_size
 from freescale.transport import Transport, connect
 
 from rank_threads import run_in_threads
@@ -88,7 +88,8 @@ def test_every_batch_is_whole_when_its_turn_comes(pin: bool) -> None:
 
 def test_the_host_never_waits_for_the_device() -> None:
     model = Model(work=5)
-    loader = balance(Batches(12), connect("local"), "keyed.page", pin_memory=True)
+    timed = greedy_batch_size(cost=CostModel())
+    loader = balance(Batches(12), connect("local"), "keyed.page", timed, pin_memory=True)
     pipeline = StagedPipeline(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
     iterator = iter(loader)
     run(pipeline, iterator, 4)
@@ -107,7 +108,7 @@ def test_the_host_never_waits_for_the_device() -> None:
 def test_seconds_are_those_of_the_device() -> None:
     told: list[tuple[float, int | None]] = []
     model = Model(work=60)
-    loader = balance(Batches(12), connect("local"), "keyed.page")
+    loader = balance(Batches(12), connect("local"), "keyed.page", greedy_batch_size(cost=CostModel()))
     loader.record_seconds = lambda seconds, step=None: told.append((seconds, step))  # type: ignore[method-assign]
     pipeline = StagedPipeline(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
     iterator = iter(loader)
