@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from .base import Transport
 from .copy_options import CopyOptions
 from .cuda_streams import CudaStreams, Streams, check_connections, check_installation
-from .device_wire import DeviceWire, Enqueued, Meet, host_of
+from .device_wire import ENQUEUED, DeviceWire, Enqueued, Meet, host_of
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange
 from .lane import HostTransport
@@ -118,8 +119,9 @@ class CopyEngine:
 
     def begin(self, exchange: Exchange, sequence: int, meet: Meet) -> Enqueued:
         """See `Engine.begin`."""
-        index = exchange.source.device.index or 0
-        self.open(index, meet)
+        index = exchange.rows.device.index or 0
+        if self._windows is None or self._failure is not None or self._released:
+            self.open(index, meet)
         if index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
         assert self._windows is not None, "it was opened just now"
@@ -128,7 +130,7 @@ class CopyEngine:
         self._under_way.append(transfer)
         if len(self._under_way) == 1:  # or else the watch looks already, and goes on
             watch.add(self._look)
-        return Enqueued()
+        return ENQUEUED
 
     def open(self, device: int, meet: Meet) -> None:
         """See `OpensFirst.open`."""
@@ -156,9 +158,14 @@ class CopyEngine:
         peers, rounds = self._prepare(exchange, windows)
         sends = bool(peers) or self._via == "segment"
         windows.streams.adopt(exchange, sends)
-        mark = windows.enqueue(exchange, rounds)
-        met = meetings.enqueue(exchange, peers, deadline)
-        joined = windows.streams.joined(meetings.flags_to_wait_for(met), sends)
+        try:
+            mark = windows.enqueue(exchange, rounds)
+            met = meetings.enqueue(exchange, peers, deadline) if peers else []
+        except BaseException:
+            with suppress(RuntimeError):  # where CUDA has failed, it fails again
+                windows.streams.joined()  # peers may wait for a flag that was noted only
+            raise
+        joined = windows.streams.joined(meetings.flags_to_wait_for(met) if met else (), sends)
         transfer = _Transfer(mark, met, deadline, call, exchange if met else None)
         exchange.join = _Join(self, transfer, joined)
         return transfer
@@ -263,10 +270,11 @@ class CopyEngine:
     def _missing(self, transfer: _Transfer) -> list[int]:
         assert self._windows is not None, "something has been exchanged"
         assert self._meetings is not None, "something has been exchanged"
-        return sorted({*self._windows.missing(transfer.mark), *self._meetings.missing(transfer.met)})
+        missing, met = self._windows.missing(transfer.mark), transfer.met
+        return sorted({*missing, *self._meetings.missing(met)}) if met else missing
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Transfer:
     """What has been enqueued. Keeps the memory that a peer copies from and to, until the caller has joined."""
 
@@ -283,12 +291,16 @@ _never_freed: list[list[_Transfer]] = []
 class _Join:
     """Makes the current stream wait for the copies, unless they have failed."""
 
+    __slots__ = ("_engine", "_joined", "_transfer")
+
     def __init__(self, engine: CopyEngine, transfer: _Transfer, joined: Callable[[], object]) -> None:
         self._engine, self._transfer, self._joined = engine, transfer, joined
 
     def __call__(self) -> None:
-        self._engine.raise_failure()
+        engine = self._engine
+        if engine._failure is not None:
+            engine.raise_failure()
         self._joined()
         self._transfer.exchange = None
-        if self._engine._failure is not None:  # it may have let go before this wait was enqueued
-            self._engine._let_go()
+        if engine._failure is not None:  # it may have let go before this wait was enqueued
+            engine._let_go()

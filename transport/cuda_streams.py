@@ -7,6 +7,7 @@ whichever CUDA call makes it: `cudaMemcpyFlagPreferOverlapWithCompute` does not 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -18,12 +19,17 @@ from torch import Tensor
 
 from .errors import TransportError, Unavailable
 from .exchange import Exchange
+from .kept_events import current_stream, free_events, record
 
 SEND, RECEIVE = 0, 1
 _LEAST_CONNECTIONS = 8
 HANDLE_BYTES = 64
 _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
+_WAIT, _WRITE = 1, 2  # as the driver numbers them
+_MOST_AT_ONCE = 8
+_OPERATION_WORDS = 6  # of 64 bits: kind, address, value, flags (at least a count; in order), and two that are not used
+_LOW = 2**32 - 1
 
 
 class Streams(Protocol):
@@ -42,7 +48,7 @@ class Streams(Protocol):
         """Order the streams behind `exchange.ready`, and keep its memory until they are through.
 
         Without `sends` the receiving stream alone has to do with this exchange. Then come its copies, waits and writes,
-        and `joined`.
+        and `joined`. Flags may be passed on to the device as late as that, in order.
         """
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
@@ -138,15 +144,30 @@ class CudaStreams:
                 int(self._done(runtime.cudaStreamCreateWithPriority(_NON_BLOCKING, highest), "cudaStreamCreate"))
                 for _ in range(2)
             ]
-        self._raw = made
+        self._handles = [driver.CUstream(raw) for raw in made]
+        self._index = device
         self._adopted: list[Exchange | None] = [None, None]  # by streams that have nothing to do with it so far
-        self._in_exchange: list[torch.cuda.Stream] = []
+        self._to_keep: list[Exchange | None] = [None, None]  # whose memory streams will use that have copied none yet
+        self._copied: list[torch.cuda.Stream] = []
         self._bases: dict[int, int] = {}
         self._streams = [torch.cuda.ExternalStream(raw, self._device) for raw in made]
+        self._make_room_for_flags()
+
+    def _make_room_for_flags(self) -> None:
+        """For what one call hands to the driver: each call takes microseconds, whatever it is for."""
+        made = [self._driver.CUstreamBatchMemOpParams() for _ in range(_MOST_AT_ONCE)]
+        self._at_once = [made[:number] for number in range(_MOST_AT_ONCE + 1)]
+        self._words: list[memoryview[int]] = []
+        for each in made:
+            memory = (ctypes.c_char * (8 * _OPERATION_WORDS)).from_address(each.getPtr())
+            self._words.append(memoryview(memory).cast("B").cast("Q"))
+            self._words[-1][3] = 0
+        self._num_noted = 0
+        self._noted_for = SEND
 
     def on_device(self) -> AbstractContextManager[object]:
         """See `Streams.on_device`."""
-        if torch.cuda.current_device() == self._device.index:
+        if torch.cuda.current_device() == self._index:
             return _nothing
         return torch.cuda.device(self._device)
 
@@ -170,52 +191,88 @@ class CudaStreams:
         """See `Streams.adopt`. Calls to CUDA cost microseconds: a stream that gets nothing to do is left out."""
         assert exchange.ready is not None, "only CUDA tensors come here"
         self._adopted = [exchange if sends else None, exchange]
-        self._in_exchange = []
+        self._to_keep = self._adopted.copy()
+        self._copied = []
 
     def _come_after_ready(self, stream: int, exchange: Exchange) -> None:
         """The first thing that a stream does for an exchange."""
+        if self._num_noted:
+            self._pass_on()
         self._adopted[stream] = None
-        ours = self._streams[stream]
-        self._in_exchange.append(ours)
         assert exchange.ready is not None, "only CUDA tensors come here"
-        ours.wait_event(exchange.ready)
-        exchange.source.record_stream(ours)
+        exchange.ready.wait(self._streams[stream])
+
+    def _keep(self, stream: int, exchange: Exchange) -> None:
+        """Before a stream copies for the first time: the memory is not to serve others until it is through."""
+        self._to_keep[stream] = None
+        ours = self._streams[stream]
+        self._copied.append(ours)
+        exchange.rows.record_stream(ours)
         if stream == RECEIVE:
-            exchange.target.record_stream(ours)
+            exchange.out.record_stream(ours)
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """See `Streams.copy`."""
         if (exchange := self._adopted[stream]) is not None:
             self._come_after_ready(stream, exchange)
-        result = self._driver.cuMemcpyAsync(target, source, size, self._raw[stream])
+        if (exchange := self._to_keep[stream]) is not None:
+            self._keep(stream, exchange)
+        if self._num_noted:
+            self._pass_on()
+        result = self._driver.cuMemcpyAsync(target, source, size, self._handles[stream])
         if result[0]:
             self._done(result, "cuMemcpyAsync")
 
     def wait(self, stream: int, address: int, count: int) -> None:
         """See `Streams.wait`."""
-        if (exchange := self._adopted[stream]) is not None:
-            self._come_after_ready(stream, exchange)
-        self.wait_on(self._raw[stream], address, count)
-
-    def wait_on(self, stream: int, address: int, count: int) -> None:
-        """Let any stream, by its handle, wait until a flag shows at least a count."""
-        result = self._driver.cuStreamWaitValue32(stream, address, count & 0xFFFFFFFF, 0)
-        if result[0]:
-            self._done(result, "cuStreamWaitValue32")
+        self._note(stream, _WAIT, address, count)
 
     def write(self, stream: int, address: int, count: int) -> None:
         """See `Streams.write`."""
+        self._note(stream, _WRITE, address, count)
+
+    def _note(self, stream: int, kind: int, address: int, count: int) -> None:
+        """Remember what a stream has to do with a flag. Only of one stream at a time: a full one blocks the host."""
         if (exchange := self._adopted[stream]) is not None:
             self._come_after_ready(stream, exchange)
-        result = self._driver.cuStreamWriteValue32(self._raw[stream], address, count & 0xFFFFFFFF, 0)
+        number = self._num_noted
+        if number and (number == _MOST_AT_ONCE or self._noted_for != stream):
+            self._pass_on()
+            number = 0
+        words = self._words[number]
+        words[0], words[1], words[2] = kind, address, count & _LOW
+        self._noted_for, self._num_noted = stream, number + 1
+
+    def _pass_on(self) -> None:
+        """Enqueue what was noted, in order."""
+        number, self._num_noted = self._num_noted, 0
+        stream = self._handles[self._noted_for]
+        if number > 1:
+            result = self._driver.cuStreamBatchMemOp(stream, number, self._at_once[number], 0)
+            if result[0]:
+                self._done(result, "cuStreamBatchMemOp")
+            return
+        kind, address, count = self._words[0][:3]
+        if kind == _WAIT:
+            self.wait_on(stream, address, count)
+            return
+        result = self._driver.cuStreamWriteValue32(stream, address, count, 0)
         if result[0]:
             self._done(result, "cuStreamWriteValue32")
+
+    def wait_on(self, stream: Any, address: int, count: int) -> None:
+        """Let any stream, by its handle, wait until a flag shows at least a count."""
+        result = self._driver.cuStreamWaitValue32(stream, address, count & _LOW, 0)
+        if result[0]:
+            self._done(result, "cuStreamWaitValue32")
 
     def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         """See `Streams.joined`."""
         del sends  # streams that did nothing are known
-        self._adopted = [None, None]
-        return _Joined(self, flags, self._in_exchange)
+        if self._num_noted:
+            self._pass_on()
+        self._adopted, self._to_keep = [None, None], [None, None]
+        return _Joined(self, self._index, flags, self._copied)
 
     def identify(self, address: int) -> tuple[object, int]:
         """See `Streams.identify`."""
@@ -271,22 +328,27 @@ _nothing = nullcontext()
 
 
 class _Joined:
-    """Makes the current stream of a device wait for what two streams have to do now, and for flags."""
+    """Makes the current stream of a device wait for what streams have copied by now, and for flags."""
 
     def __init__(
-        self, owner: CudaStreams, flags: Sequence[tuple[int, int]], streams: Sequence[torch.cuda.Stream]
+        self, owner: CudaStreams, device: int, flags: Sequence[tuple[int, int]], streams: Sequence[torch.cuda.Stream]
     ) -> None:
-        self._owner, self._flags = owner, flags
-        self._events = [stream.record_event() for stream in streams]
+        self._owner, self._device, self._flags = owner, device, flags
+        self._free, self._events = free_events(device), list[torch.cuda.Event]()
+        for stream in streams:
+            self._events.append(record(device, stream))
 
     def __call__(self) -> None:
-        stream = torch.cuda.current_stream(self._owner._device.index)
+        stream = current_stream(self._device)
         for event in self._events:
-            stream.wait_event(event)
+            event.wait(stream)
         if self._flags:
             with self._owner.on_device():
                 for address, count in self._flags:
                     self._owner.wait_on(stream.cuda_stream, address, count)
+
+    def __del__(self) -> None:
+        self._free.extend(self._events)  # nobody will wait for them any more
 
 
 def _name(error: Any) -> str:

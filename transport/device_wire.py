@@ -105,3 +105,6 @@ class Enqueued:
 
     def missing(self) -> None:
         """Nobody is missing when nothing is waited for."""
+
+
+ENQUEUED = Enqueued()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .kept_events import current_stream, free_events, record
 from .layouts import Layout, Layouts, Operation, Splits
 
 
@@ -39,19 +41,18 @@ class Exchange:
         row_bytes: Bytes of one row.
         sent_rows: Rows for each rank. Shape [world_size], int64.
         received_rows: Rows expected from each rank. Shape [world_size], int64.
-        source: What is sent. Shape [bytes], uint8, contiguous.
+        rows: What is sent. Any shape and dtype, contiguous.
         sent_bytes: Bytes for each rank; 0 for this one. Shape [world_size], int64.
         sent_at: Where each rank's bytes begin in `source`. Shape [world_size], int64.
-        target: Where it arrives: the memory of `out`. Shape [bytes], uint8, contiguous.
         received_bytes: Bytes from each rank; 0 from this one. Shape [world_size], int64.
         received_at: Where each rank's bytes begin in `target`. Shape [world_size], int64.
-        out: What the caller gets.
+        out: What the caller gets. Contiguous.
         kept_bytes: Bytes of this rank's own piece.
         incomplete: Some rank's piece is not moved, because the two disagree; `out` must not be given to the caller.
         checked: Ranks compare sizes before they move this; where two disagree, others go on.
-        ready: For CUDA tensors: comes when `source` may be read and `target` be written.
+        ready: For CUDA tensors: comes when `rows` may be read and `out` be written.
         chunks: For sources that become ready bit by bit; None when all of `source` is there.
-        join: For CUDA tensors, once begun: makes the current stream wait until `target` is complete.
+        join: For CUDA tensors, once begun: makes the current stream wait until `out` is complete.
         waited_s: How long the last wait took, when the same exchange is begun again.
         prepared: What a backend worked out about it, for when the same exchange is begun again; see `Gathers`.
         layout: What the bytes above are from, unless they were changed; other exchanges may have it too.
@@ -62,10 +63,9 @@ class Exchange:
     row_bytes: int
     sent_rows: NDArray[np.int64]
     received_rows: NDArray[np.int64]
-    source: Tensor
+    rows: Tensor
     sent_bytes: NDArray[np.int64]
     sent_at: NDArray[np.int64]
-    target: Tensor
     received_bytes: NDArray[np.int64]
     received_at: NDArray[np.int64]
     out: Tensor
@@ -78,6 +78,16 @@ class Exchange:
     waited_s: float = 0.0
     prepared: tuple[Any, Any] | None = None
     layout: Layout | None = None
+
+    @cached_property
+    def source(self) -> Tensor:
+        """The bytes of `rows`; a copy engine needs no view of them. Shape [bytes], uint8."""
+        return _bytes_of(self.rows)
+
+    @cached_property
+    def target(self) -> Tensor:
+        """The bytes of `out`. Shape [bytes], uint8."""
+        return _bytes_of(self.out)
 
     def outgoing(self, peer: int) -> Tensor:
         """The bytes for a peer. Shape [sent_bytes[peer]], uint8."""
@@ -112,6 +122,12 @@ class Exchange:
         """The layout, unless this exchange's bytes have become others."""
         layout = self.layout
         return layout if layout is not None and layout.sent_bytes is self.sent_bytes else None
+
+    def has_begun(self) -> None:
+        """All streams that wait for `ready` have been told to: its event may serve another exchange."""
+        if self.ready is not None:
+            free_events(self.rows.get_device()).append(self.ready)
+            self.ready = None
 
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""
@@ -200,10 +216,9 @@ def _fill(layout: Layout, name: str, rows: Tensor, out: Tensor | None) -> Exchan
         row_bytes=layout.row_bytes,
         sent_rows=layout.sent_rows,
         received_rows=layout.received_rows,
-        source=_bytes_of(rows),
+        rows=rows,
         sent_bytes=layout.sent_bytes,
         sent_at=layout.sent_at,
-        target=_bytes_of(out),
         received_bytes=layout.received_bytes,
         received_at=layout.received_at,
         out=out,
@@ -211,7 +226,8 @@ def _fill(layout: Layout, name: str, rows: Tensor, out: Tensor | None) -> Exchan
         layout=layout,
     )
     if rows.is_cuda:
-        exchange.ready = torch.cuda.current_stream(rows.device.index).record_event()  # an int takes fewer calls
+        device = rows.get_device()
+        exchange.ready = record(device, current_stream(device))
     elif size := layout.kept_bytes:
         # By NumPy, which does not let go of the interpreter for as little as this often is.
         start, at = int(exchange.sent_at[layout.rank]), int(exchange.received_at[layout.rank])
@@ -232,6 +248,23 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> Tensor:
+    if not (
+        isinstance(out, Tensor)
+        and out.layout is torch.strided
+        and out.dtype is rows.dtype
+        and out.device == rows.device
+        and out.shape == shape
+        and out.is_contiguous()
+    ):
+        _refuse_out(out, shape, name, rows)
+    first, start = out.data_ptr(), rows.data_ptr()
+    if first < start + rows.nbytes and start < first + out.nbytes and out.nbytes and rows.nbytes:
+        raise ValueError(f"out must not share memory with {name}")
+    return out.detach() if out.requires_grad else out
+
+
+def _refuse_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> NoReturn:
+    """Say what is wrong."""
     _check_rows("out", out, (rows.device.type,))
     if out.device != rows.device:
         raise ValueError(f"out must be on the device of {name}, {rows.device}, got {out.device}")
@@ -239,9 +272,4 @@ def _check_out(out: Tensor, shape: tuple[int, ...], name: str, rows: Tensor) -> 
         raise ValueError(f"out must have the dtype of {name}, {rows.dtype}, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()} for shape {list(out.shape)}")
-    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
-    if max(first, rows.data_ptr()) < min(last, rows.data_ptr() + rows.nbytes):
-        raise ValueError(f"out must not share memory with {name}")
-    return out.detach() if out.requires_grad else out
+    raise ValueError(f"out must be contiguous, got strides {out.stride()} for shape {list(out.shape)}")

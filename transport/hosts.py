@@ -161,7 +161,7 @@ class HostsEngine:
         return replace(
             exchange,
             operation="all_to_all",
-            source=exchange.target,
+            rows=exchange.out,
             sent_bytes=sent,
             sent_at=sent_at,
             received_bytes=received,

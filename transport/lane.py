@@ -105,8 +105,15 @@ class HostTransport(Transport):
     def _begin(self, exchange: Exchange) -> HostPending:
         pending = HostPending(self, exchange, self._sequence)
         self._sequence += 1
-        self._under_way.append(pending)
-        self._advance()
+        if self._under_way or self._closed is not None:
+            self._under_way.append(pending)
+            self._advance()
+            return pending
+        pending._advance()
+        if not pending.finished:  # what streams carry out is, for the host
+            self._under_way.append(pending)
+            if self._turn.closed is not None:  # by another thread, meanwhile
+                self._end_what_is_under_way()
         return pending
 
     def _refuse_when_closed(self, operation: str) -> None:
@@ -141,15 +148,16 @@ class HostTransport(Transport):
 class HostPending(Pending):
     """An exchange under way on a `HostTransport`: first sizes, then data, then done."""
 
+    finished = False
+    _first_test: float | None = None
+    _error: BaseException | None = None
+    _mismatch: TransportError | None = None
+    _sizes: Ticket | None = None
+    _data: Ticket | None = None
+    _comparison: Comparison | None = None
+
     def __init__(self, lane: HostTransport, exchange: Exchange, sequence: int) -> None:
-        self.finished = False
         self._lane, self._exchange, self._sequence = lane, exchange, sequence
-        self._first_test: float | None = None
-        self._error: BaseException | None = None
-        self._mismatch: TransportError | None = None
-        self._sizes: Ticket | None = None
-        self._data: Ticket | None = None
-        self._comparison: Comparison | None = None
         on_device = exchange.ready is not None
         checks = lane._checks_device_sizes if on_device else lane.check_sizes
         if checks and (on_device or lane._wire.size_check != "in the backend"):
@@ -215,6 +223,7 @@ class HostPending(Pending):
                 self._data = self._lane._wire.begin(self._exchange, self._sequence, "data")
             if self._data.poll():
                 self._finish(None)
+                self._exchange.has_begun()
                 if self._mismatch is not None:
                     raise self._mismatch
         except TransportError as error:

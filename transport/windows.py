@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 from .cuda_streams import RECEIVE, Streams
 from .exchange import Exchange
 from .segment import Segment
-from .slots import has_reached, in_rounds, low
+from .slots import in_rounds, low
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The counts at the end of a transfer: peer → chunks."""
 
     sent: dict[int, int]
@@ -111,7 +109,7 @@ class Windows:
         Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
         been enqueued everywhere.
         """
-        from_here, to_here = exchange.source.data_ptr(), exchange.target.data_ptr()
+        from_here, to_here = exchange.rows.data_ptr(), exchange.out.data_ptr()
         if exchange.kept_bytes:
             self.streams.copy(RECEIVE, to_here + todo.kept_to, from_here + todo.kept_from, exchange.kept_bytes)
         for outgoing, incoming in todo.rounds:
@@ -126,7 +124,7 @@ class Windows:
         number = self._sent[peer]
         self._sent[peer] = number + 1
         needed, (arrived_at, at) = number + 1 - self._depth, self._outgoing_flags[peer]
-        if needed > self._first and not has_reached(self.segment.read(at), needed):
+        if needed > self._first and not self.segment.shows(at, needed):
             streams.wait(self._sending, self._flags + at, needed)
         slot = self._outgoing[peer] + number % self._depth * self.slot_bytes
         streams.copy(self._sending, slot, source, size)
@@ -137,7 +135,7 @@ class Windows:
         number = self._received[peer]
         self._received[peer] = number + 1
         arrived_at, consumed_at = self._incoming_flags[peer]
-        if not has_reached(self.segment.read(arrived_at), number + 1):
+        if not self.segment.shows(arrived_at, number + 1):
             streams.wait(RECEIVE, self._flags + arrived_at, number + 1)
         slot = self._incoming[peer] + number % self._depth * self.slot_bytes
         streams.copy(RECEIVE, target, slot, size)
@@ -145,21 +143,19 @@ class Windows:
 
     def missing(self, mark: Mark) -> list[int]:
         """Peers with whom a transfer has not been completed."""
-        segment, rank = self.segment, self.rank
+        shows, received = self.segment.shows, mark.received
         return [
             peer
-            for peer in mark.sent
-            if not has_reached(segment.read(self._arrived_at(rank, peer)), mark.sent[peer])
-            or not has_reached(segment.read(self._consumed_at(peer, rank)), mark.received[peer])
+            for peer, count in mark.sent.items()
+            if not shows(self._outgoing_flags[peer][0], count)
+            or not shows(self._incoming_flags[peer][1], received[peer])
         ]
 
     def is_quiet(self) -> bool:
         """Whether nothing is under way, so that another channel may take over."""
         mark = Mark(self._sent, self._received)
-        consumed = (
-            has_reached(self.segment.read(self._consumed_at(self.rank, peer)), count)
-            for peer, count in self._sent.items()
-        )
+        shows = self.segment.shows
+        consumed = (shows(self._outgoing_flags[peer][1], count) for peer, count in self._sent.items())
         return not self.missing(mark) and all(consumed)
 
     def let_go(self) -> None:

@@ -241,6 +241,8 @@ class GpuDelays:
             self.dawdle(stream)
 
         def copy_late(streams: CudaStreams, stream: int, target: int, source: int, size: int) -> None:
+            if streams._num_noted:  # flags, which come first
+                streams._pass_on()
             self.dawdle(streams._streams[stream])
             copy(streams, stream, target, source, size)
 
