@@ -24,7 +24,6 @@ from .host_checks import Integers
 _LARGEST_BYTES = 16 * 2**20  # beyond, Arrow's allocator keeps memory that malloc would fetch anew, page by page
 _WORDS = {8: torch.int64, 4: torch.int32}  # of the integers it takes no narrower ones
 _OWN = (torch.int64, torch.int32, torch.float32)  # what it takes as it is; doubles only in some versions
-_MOST_ROWS = 1 << 14  # of which `checked_order` keeps the numbers
 _MOST_NARROW = 2**31 - 1  # rows up to which it adds up lengths of 32 bits, in as many
 
 
@@ -80,52 +79,6 @@ def stretches(starts: Integers, lengths: Integers, ends: Integers) -> Tensor:
     woven[0] = starts[0]
     np.subtract(starts[1:], ends[:-1], out=woven[2::2])
     return torch.from_numpy(woven)
-
-
-def takes(values: Tensor, lengths: Tensor, num_rows: int) -> bool:
-    """Whether FBGEMM permutes these ids as they are, faster than anything else, giving so many rows of them.
-
-    As many bytes as there are, where rows are as long as others in the mean; at most they add up in the integers that
-    `lengths` come in.
-    """
-    count = values.numel()
-    return (
-        values.dim() == 1
-        and values.dtype in _OWN
-        and 0 < count * values.itemsize <= _LARGEST_BYTES
-        and values.is_contiguous()
-        and lengths.is_contiguous()
-        and 0 < num_rows <= min(2 * lengths.numel(), _MOST_ROWS)
-        and (lengths.dtype is torch.int64 or count * num_rows <= _MOST_NARROW)
-        and is_loaded()
-    )
-
-
-def checked_order(rows: Tensor, num_rows: int) -> Tensor | None:
-    """Row numbers in the integers that FBGEMM takes; None if one is not from 0 to `num_rows - 1`.
-
-    Args:
-        rows: Shape [R], int64 or int32.
-        num_rows: How many there are.
-
-    Returns:
-        Shape [R], int32.
-    """
-    try:
-        return _numbers_to(num_rows).index_select(0, rows)  # looks at each and converts it, in one call of torch's
-    except IndexError:
-        return None
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers_to(count: int) -> Tensor:
-    return torch.arange(count, dtype=torch.int32)
-
-
-def permute_ids(values: Tensor, lengths: Tensor, order: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """As `permute_rows`, for what FBGEMM `takes`, also where nobody knows how many there will be."""
-    permuted_lengths, permuted, _ = _operator()(order, lengths, values, None, count)
-    return permuted, permuted_lengths
 
 
 def gather_rows(values: Tensor, pieces: Tensor, count: int) -> Tensor:

@@ -23,12 +23,6 @@ def permute_jagged(
     """CPU path of `freescale.kernels.permute_jagged`."""
     all_lengths = integers(lengths)
     ends = ends_of(all_lengths, values[0].shape[0])
-    if len(values) == 1 and host_fbgemm.takes(values[0], lengths, rows.numel()):
-        checked = host_fbgemm.checked_order(rows, lengths.numel())
-        if checked is not None:
-            only, permuted_lengths = host_fbgemm.permute_ids(values[0], lengths, checked)
-            if total is None or total == only.numel():
-                return [only], permuted_lengths
     sizes, numbers = taken_lengths(all_lengths, rows)
     count = total_of(sizes, total)
     values = _contiguous(values)
@@ -86,9 +80,6 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
     sizes = integers(flat)
     ends = ends_of(sizes, count)
     order, rows = _transposed_order(num_keys, num_samples)
-    if len(values) == 1 and host_fbgemm.takes(values[0], flat, sizes.size):
-        only, turned_lengths = host_fbgemm.permute_ids(values[0], flat, order, count)
-        return [only], turned_lengths.view(num_samples, num_keys)
     values = _contiguous(values)
     if host_fbgemm.serves(values, count):
         moved, permuted = _permuted_by_fbgemm(values, flat, order, count)
@@ -97,7 +88,9 @@ def transpose_keyed(values: list[Tensor], lengths: Tensor) -> tuple[list[Tensor]
         moved, permuted = _gather(values, (ends - sizes).take(rows), turned, count), torch.from_numpy(turned)
     if permuted is None:
         return moved, lengths.t().clone(memory_format=torch.contiguous_format)  # of one row, a view would do for torch
-    return moved, permuted.to(lengths.dtype).view(num_samples, num_keys)
+    if permuted.dtype is not lengths.dtype:
+        permuted = permuted.to(lengths.dtype)
+    return moved, permuted.view(num_samples, num_keys)
 
 
 @functools.lru_cache(maxsize=8)

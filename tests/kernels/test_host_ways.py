@@ -258,12 +258,3 @@ def test_what_inference_leaves_behind_serves_training() -> None:
     moved, _ = permute_jagged(values, lengths, order)
     moved.backward(torch.arange(46.0))
     assert torch.equal(values.grad, torch.arange(46.0).view(23, 2).flip(0).reshape(-1))  # type: ignore[arg-type]
-
-
-def test_lengths_of_32_bits_are_never_added_up_beyond_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fbgemm_gpu", reason="fbgemm_gpu is not installed")
-    monkeypatch.setattr(host_fbgemm, "is_loaded", lambda: True)
-    lengths, values = torch.zeros(512, dtype=torch.int32), torch.empty(2**22, dtype=torch.int32)
-    assert host_fbgemm.takes(values, lengths, 511)
-    assert not host_fbgemm.takes(values, lengths, 512)
-    assert host_fbgemm.takes(values, lengths.long(), 512)
