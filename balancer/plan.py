@@ -29,6 +29,19 @@ class _Gathered(dict[str, Tensor]):
         raise KeyError(f"column {name!r} was not gathered: pass gather=({name!r},) to balance; it has {list(self)}")
 
 
+class _Lazily:
+    """What `WorldSamples.measured` is: worked out when it is read, where a function was given."""
+
+    def __get__(self, world: WorldSamples | None, kind: object = None) -> WorldSamples | None:
+        found = None if world is None else world.__dict__.get("_measured")
+        if world is not None and callable(found):
+            found = world.__dict__["_measured"] = found()
+        return found
+
+    def __set__(self, world: WorldSamples, value: WorldSamples | Callable[[], WorldSamples] | None) -> None:
+        world.__dict__["_measured"] = value
+
+
 @dataclass(frozen=True, eq=False)
 class WorldSamples:
     """The samples of one global batch, as every rank knows them after stages I and II.
@@ -80,7 +93,7 @@ class WorldSamples:
     payload_bytes: Tensor = field(default_factory=_no_items)
     seconds: Tensor = field(default_factory=_no_items)
     seconds_step: Tensor = field(default_factory=_no_items)
-    measured: WorldSamples | None = None
+    measured: _Lazily = _Lazily()
     gathered: Mapping[str, Tensor] = field(default_factory=dict)
     first_rank: int = 0
     cost: Tensor | None = None

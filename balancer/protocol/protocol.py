@@ -283,9 +283,9 @@ class Protocol:
             self.dropped_samples += num_samples
             self.step += 1
             return Outcome(dropped=True)
-        # What the partitioner is given it may write into, so what is remembered is a copy.
         remembers = self._reads_measured and world.somebody_measured
-        known = self._world_samples(candidate_lengths.clone(), world) if remembers else None
+        # What the partitioner is given it may write into, so what is remembered is a copy.
+        contents = candidate_lengths.numpy().copy() if remembers else None
         shuffle = Shuffle(
             self.transport,
             self.schema,
@@ -304,8 +304,8 @@ class Protocol:
         step, self.step = self.step, self.step + 1
         columns = shuffle.finish()
         clock.lap("shuffle")
-        if known is not None:
-            self._history.add(step, known, shuffle.owners)
+        if contents is not None:
+            self._history.add(step, world.samples.copy(), contents, shuffle.owners)
         items = dict(zip(self.schema.names, np.add.reduce(world.items).tolist(), strict=True))
         size, rank = self.transport.world_size, self.transport.rank
         report = Report(step, rank, size, shuffle.traffic, items, self.dropped_samples, clock.seconds)
