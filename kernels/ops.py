@@ -152,24 +152,24 @@ def _is_watched() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_plain(values: object, total: object, first: Tensor, second: Tensor, dimensions: int = 1) -> bool:
+def is_plain(values: Tensor, total: object, first: Tensor, second: Tensor, dimensions: int = 1) -> bool:
     """Whether a call passes every check of types and shapes, and nothing about it needs PyTorch's dispatcher.
 
     That holds for most calls on host memory, and is found out in one function without a list, since each one more
     takes as long as a hundred ids. Of any other call the answer is no; what is wrong with it, others say.
 
     Args:
-        values: What moves; plain if it is one tensor.
+        values: What moves: one tensor.
         total: Rows of the result, or None.
         first: Lengths, starts or rows.
         second: Lengths or rows; may be `first`.
         dimensions: What those two must have.
     """
     return (
-        not _is_watched()
+        values.is_cpu
+        and not _is_watched()
         and type(values) is type(first) is type(second) is Tensor
         and (total is None or (type(total) is int and total >= 0))
-        and values.is_cpu
         and first.is_cpu
         and second.is_cpu
         and first.dtype in shapes.INTEGERS
