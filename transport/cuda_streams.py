@@ -208,8 +208,7 @@ class CudaStreams:
         ours = self._streams[stream]
         self._copied.append(ours)
         exchange.rows.record_stream(ours)
-        if stream == RECEIVE:
-            exchange.out.record_stream(ours)
+        exchange.out.record_stream(ours)
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """See `Streams.copy`."""
@@ -276,7 +275,8 @@ class CudaStreams:
 
     def identify(self, address: int) -> tuple[object, int]:
         """See `Streams.identify`."""
-        number = int(self._done(self._driver.cuPointerGetAttribute(self._buffer_id, address), "cuPointerGetAttribute"))
+        result = self._driver.cuPointerGetAttribute(self._buffer_id, address)
+        number = int(result[1] if not result[0] else self._done(result, "cuPointerGetAttribute"))
         base = self._bases.get(number)
         if base is None:
             found, _ = self._done(self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")

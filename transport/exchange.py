@@ -125,9 +125,9 @@ class Exchange:
 
     def has_begun(self) -> None:
         """All streams that wait for `ready` have been told to: its event may serve another exchange."""
-        if self.ready is not None:
-            free_events(self.rows.get_device()).append(self.ready)
-            self.ready = None
+        assert self.ready is not None, "only CUDA tensors come here"
+        free_events(self.rows.get_device()).append(self.ready)
+        self.ready = None
 
     def skip(self, peer: int) -> None:
         """Move nothing between this rank and a peer."""

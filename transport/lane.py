@@ -53,7 +53,8 @@ class HostTransport(Transport):
     ) -> Pending:
         """See `Transport.all_to_all`."""
         with self._turn:
-            self._refuse_when_closed("all_to_all")
+            if self._closed is not None:
+                self._refuse_when_closed("all_to_all")
             place, devices = (self.rank, self.world_size), self._wire.devices
             return self._begin(plan_all_to_all(*place, rows, sent_splits, received_splits, out, devices, self._layouts))
 
@@ -223,7 +224,8 @@ class HostPending(Pending):
                 self._data = self._lane._wire.begin(self._exchange, self._sequence, "data")
             if self._data.poll():
                 self._finish(None)
-                self._exchange.has_begun()
+                if self._exchange.ready is not None:
+                    self._exchange.has_begun()
                 if self._mismatch is not None:
                     raise self._mismatch
         except TransportError as error:

@@ -9,14 +9,17 @@ done. No host waits for another, but for a moment: one GPU takes twice as long f
 so the first looks for about that time whether the second comes, and then each enqueues its own. Whoever is ahead by
 more than a meeting first lets the other catch up, for as long: it would stay ahead for ever, as the other has more to
 do. Where that is in vain again and again, the first waits less.
+
+Up to some MiB both copies take less time than the host needs for the next exchange. Then nobody looks, and the second
+enqueues both in one stream, where two streams would take four calls more. A flag is always written by the same
+stream: it counts, and would otherwise show a meeting before the one that came earlier is over.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +30,19 @@ from .cuda_streams import HANDLE_BYTES, RECEIVE, SEND, Streams
 from .errors import SizeMismatch, TransportError, TransportTimeout
 from .exchange import Exchange
 from .segment import Segment
-from .slots import has_reached, low
+from .slots import low
 
 RING = 64
+ONE_STREAM_BYTES = 8 << 20  # of both pieces of a pair
 NUM_EXPORTS = 512
 _RECORD = struct.Struct("8q")
 _RECORD_WORDS = 8
 _EXPORT_WORDS = 1 + HANDLE_BYTES // 8
 _NUMBER, _SENT, _RECEIVED, _SOURCE, _SOURCE_AT, _TARGET, _TARGET_AT, _IS_STILL_HERE = range(8)
-_READY, _PUSHED, _PULLED = range(3)
+_READY, _PUSHED, _PULLED = range(3)  # written by the sending, the sending and the receiving stream
 _NAP_S = 0.0002
 _BYTES_PER_S = 400e9  # of a fast link; a first rank looks for the second for as long as both copies take
-_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5e-6, 400e-6
+_MOST_PATIENCE_S = 400e-6
 _PATIENT, _OF = 8, 32  # in so many of so many meetings in a row to which the second came late
 _IMPATIENCE = 0.1
 
@@ -56,12 +60,14 @@ class Meeting(NamedTuple):
         number: Of the meetings of this pair.
         theirs: The other's record; None when this rank did not see it, so that the other copies for both.
         both_here: Each copies its own piece.
+        on_one_stream: Whoever copies for both does so in one stream.
     """
 
     peer: int
     number: int
     theirs: tuple[int, ...] | None
     both_here: bool = False
+    on_one_stream: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -109,6 +115,8 @@ class Meetings:
         self._opened: dict[tuple[int, int], int] = {}
         self._num_exports = self._num_missed = 0
         pairs = [(peer, rank) for peer in members] + [(rank, peer) for peer in members]
+        me, n = self._me, self._n
+        self._locks = {peer: segment.locked(min(me, other) * n + max(me, other)) for peer, other in self._index.items()}
         # Asked for some ten times an exchange.
         self._places_of_flags = {
             (flag, writer, other): segment.meeting(flag, self._index[writer], self._index[other])
@@ -134,42 +142,50 @@ class Meetings:
         """
         if not peers:
             return []
-        source, target = self._export(exchange.source), self._export(exchange.target)
+        source, target = self._export(exchange.rows), self._export(exchange.out)
         patience_s = self._patience(exchange, peers)
-        self._look_for(((peer, self._next[peer] - 1) for peer in peers if self._next[peer] > self._first), patience_s)
-        begun = [self._come(exchange, peer, source, target, deadline) for peer in peers]
-        self._look_for(((meeting.peer, meeting.number) for meeting in begun if meeting.is_first), patience_s)
-        meetings = [self._settle(exchange, meeting) for meeting in begun]
-        if any(meeting.is_first for meeting in meetings):
+        if patience_s:
+            ahead = [(peer, self._next[peer] - 1) for peer in peers if self._next[peer] > self._first]
+            self._look_for(ahead, patience_s)
+        meetings = [self._come(exchange, peer, source, target, deadline, patience_s > 0) for peer in peers]
+        if patience_s:
+            self._look_for([(each.peer, each.number) for each in meetings if each.theirs is None], patience_s)
+            meetings = [self._settle(exchange, meeting) for meeting in meetings]
+            self._count_missed(meetings)
+        for meeting in meetings:
+            if meeting.theirs is None or meeting.both_here:
+                self._write(SEND, _READY, meeting)
+        for meeting in meetings:
+            if meeting.theirs is not None:
+                self._push(exchange, meeting)
+        for meeting in meetings:
+            if not (meeting.theirs is None or meeting.both_here or meeting.on_one_stream):
+                self._pull(exchange, meeting)
+        return meetings
+
+    def _count_missed(self, meetings: Sequence[Meeting]) -> None:
+        if any(meeting.theirs is None for meeting in meetings):
             self._num_missed += 1
         elif any(meeting.both_here for meeting in meetings):
             self._num_missed = 0
-        for meeting in meetings:
-            if meeting.is_first or meeting.both_here:
-                self._write(SEND, _READY, meeting)
-        for meeting in meetings:
-            if not meeting.is_first:
-                self._push(exchange, meeting)
-        for meeting in meetings:
-            if not meeting.is_first and not meeting.both_here:
-                self._pull(exchange, meeting)
-        return meetings
 
     def _patience(self, exchange: Exchange, peers: Sequence[int]) -> float:
         if self._patience_s is not None:
             return self._patience_s
         size = sum(int(exchange.sent_bytes[peer]) + int(exchange.received_bytes[peer]) for peer in peers)
+        if size <= ONE_STREAM_BYTES:
+            return 0.0
         patience_s = min(_MOST_PATIENCE_S, size / _BYTES_PER_S)
         if self._num_missed % _OF >= _PATIENT:
             patience_s *= _IMPATIENCE
-        return patience_s if patience_s > _LEAST_PATIENCE_S else 0.0
+        return patience_s
 
     def flags_to_wait_for(self, meetings: Sequence[Meeting]) -> list[tuple[int, int]]:
         """Flags, by address, and counts that come when peers have copied for this rank."""
         return [
             (self._flags + self._at(flag, meeting.peer, self._rank), meeting.number + 1)
             for meeting in meetings
-            for flag in ((_PUSHED, _PULLED) if meeting.is_first else (_PUSHED,) if meeting.both_here else ())
+            for flag in _awaited(meeting)
         ]
 
     def missing(self, meetings: Sequence[Meeting]) -> list[int]:
@@ -183,58 +199,72 @@ class Meetings:
                 self._segment.write(self._at(flag, peer, self._rank), low(count))
 
     def _come(
-        self, exchange: Exchange, peer: int, source: tuple[int, int], target: tuple[int, int], deadline: float
+        self,
+        exchange: Exchange,
+        peer: int,
+        source: tuple[int, int],
+        target: tuple[int, int],
+        deadline: float,
+        stays: bool = True,
     ) -> Meeting:
+        """Note where the tensors are, and see whether the other has. Who does not stay has made up its mind."""
         number = self._next[peer]
         self._next[peer] = number + 1
         mine, theirs = self._places(peer, number)
-        self._await_room(number, peer, deadline)
+        if number + 1 - RING > self._first:
+            self._await_room(number, peer, deadline)
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
         sent_at, received_at = source[1] + int(exchange.sent_at[peer]), target[1] + int(exchange.received_at[peer])
-        record = (number + 1, sent, received, source[0], sent_at, target[0], received_at, 1)
-        with self._lock(self._index[peer]):
-            _RECORD.pack_into(self._records, 8 * mine, *record)
+        with self._locks[peer]:
+            _RECORD.pack_into(
+                self._records, 8 * mine, number + 1, sent, received, source[0], sent_at, target[0], received_at, stays
+            )
             seen = _RECORD.unpack_from(self._records, 8 * theirs)
+        on_one_stream = sent + received <= ONE_STREAM_BYTES
         if seen[_NUMBER] != number + 1:
-            return Meeting(peer, number, None)
-        return Meeting(peer, number, seen, both_here=bool(seen[_IS_STILL_HERE]))
+            return Meeting(peer, number, None, False, on_one_stream)
+        meeting = Meeting(peer, number, seen, seen[_IS_STILL_HERE] != 0, on_one_stream)
+        if not stays:
+            self._compare(exchange, meeting)
+        return meeting
 
-    def _look_for(self, meetings: Iterable[tuple[int, int]], patience_s: float) -> None:
+    def _look_for(self, meetings: Sequence[tuple[int, int]], patience_s: float) -> None:
         """Give peers a moment to come to meetings, of these numbers."""
-        if patience_s:
-            words = self._record_words
-            waited_for = [(self._places(peer, number)[1] + _NUMBER, number + 1) for peer, number in meetings]
-            until = time.perf_counter() + patience_s
-            while any(words[at] < number for at, number in waited_for) and time.perf_counter() < until:
-                pass
+        words = self._record_words
+        waited_for = [(self._places(peer, number)[1] + _NUMBER, number + 1) for peer, number in meetings]
+        until = time.perf_counter() + patience_s
+        while any(words[at] < number for at, number in waited_for) and time.perf_counter() < until:
+            pass
 
     def _settle(self, exchange: Exchange, meeting: Meeting) -> Meeting:
         """Decide who copies, for both alike, and compare sizes."""
         peer, number = meeting.peer, meeting.number
-        if meeting.is_first:
+        if meeting.theirs is None:
             mine, theirs = self._places(peer, number)
-            with self._lock(self._index[peer]):
+            with self._locks[peer]:
                 if self._record_words[theirs + _NUMBER] != number + 1:
                     self._record_words[mine + _IS_STILL_HERE] = 0
                     return meeting
-                meeting = Meeting(peer, number, _RECORD.unpack_from(self._records, 8 * theirs), both_here=True)
-        assert meeting.theirs is not None, "whoever is not the first has seen the other's record"
+                seen = _RECORD.unpack_from(self._records, 8 * theirs)
+            meeting = meeting._replace(theirs=seen, both_here=True)
+        self._compare(exchange, meeting)
+        return meeting
+
+    def _compare(self, exchange: Exchange, meeting: Meeting) -> None:
+        peer, theirs = meeting.peer, meeting.theirs
+        assert theirs is not None, "whoever is not the first has seen the other's record"
         sent, received = int(exchange.sent_bytes[peer]), int(exchange.received_bytes[peer])
-        if (sent, received) != (meeting.theirs[_RECEIVED], meeting.theirs[_SENT]):
+        if sent != theirs[_RECEIVED] or received != theirs[_SENT]:
             raise SizeMismatch(
                 f"rank {self._rank} sends {sent} bytes to rank {peer} and expects {received}, which sends "
-                f"{meeting.theirs[_SENT]} and expects {meeting.theirs[_RECEIVED]}"
+                f"{theirs[_SENT]} and expects {theirs[_RECEIVED]}"
             )
-        return meeting
 
     def _places(self, peer: int, number: int) -> tuple[int, int]:
         """Where this rank's and the other's records of a meeting are, in words."""
         other, at = self._index[peer], number % RING
         mine, theirs = self._me * self._n + other, other * self._n + self._me
         return (mine * RING + at) * _RECORD_WORDS, (theirs * RING + at) * _RECORD_WORDS
-
-    def _lock(self, other: int) -> AbstractContextManager[None]:
-        return self._segment.locked(min(self._me, other) * self._n + max(self._me, other))
 
     def _await_room(self, number: int, peer: int, deadline: float) -> None:
         """A record serves again after RING meetings: when the peer has come to a later one, and so is through with it.
@@ -251,26 +281,31 @@ class Meetings:
             time.sleep(_NAP_S)
 
     def _push(self, exchange: Exchange, meeting: Meeting) -> None:
-        """Copy this rank's piece to the other's memory."""
+        """Copy this rank's piece to the other's memory; the other's from there too, where that is not `_pull`'s."""
         peer, theirs, streams = meeting.peer, meeting.theirs, self._streams
         assert theirs is not None, "only who knows where to copies"
-        sent = int(exchange.sent_bytes[peer])
+        sent = theirs[_RECEIVED]
+        pulled = theirs[_SENT] if meeting.on_one_stream and not meeting.both_here else 0
+        if sent or pulled:
+            self._await_ready(SEND, meeting)
         if sent:
             to = self._open(self._index[peer], theirs[_TARGET]) + theirs[_TARGET_AT]
-            self._await_ready(SEND, meeting)
-            streams.copy(SEND, to, exchange.source.data_ptr() + int(exchange.sent_at[peer]), sent)
+            streams.copy(SEND, to, exchange.rows.data_ptr() + int(exchange.sent_at[peer]), sent)
+        if pulled:
+            self._copy_back(SEND, exchange, peer, theirs)
         self._write(SEND, _PUSHED, meeting)
 
     def _pull(self, exchange: Exchange, meeting: Meeting) -> None:
         """Copy the other's piece from its memory."""
-        peer, theirs, streams = meeting.peer, meeting.theirs, self._streams
-        assert theirs is not None, "only who knows where from copies"
-        received = int(exchange.received_bytes[peer])
-        if received:
-            origin = self._open(self._index[peer], theirs[_SOURCE]) + theirs[_SOURCE_AT]
+        assert meeting.theirs is not None, "only who knows where from copies"
+        if meeting.theirs[_SENT]:
             self._await_ready(RECEIVE, meeting)
-            streams.copy(RECEIVE, exchange.target.data_ptr() + int(exchange.received_at[peer]), origin, received)
+            self._copy_back(RECEIVE, exchange, meeting.peer, meeting.theirs)
         self._write(RECEIVE, _PULLED, meeting)
+
+    def _copy_back(self, stream: int, exchange: Exchange, peer: int, theirs: tuple[int, ...]) -> None:
+        origin = self._open(self._index[peer], theirs[_SOURCE]) + theirs[_SOURCE_AT]
+        self._streams.copy(stream, exchange.out.data_ptr() + int(exchange.received_at[peer]), origin, theirs[_SENT])
 
     def _await_ready(self, stream: int, meeting: Meeting) -> None:
         """Let a stream wait until the other's tensors are ready, unless they are already."""
@@ -309,14 +344,22 @@ class Meetings:
         here, there, number = self._rank, meeting.peer, meeting.number + 1
         if meeting.both_here:
             return self._shows(_PUSHED, here, there, number) and self._shows(_PUSHED, there, here, number)
-        writer, other = (there, here) if meeting.is_first else (here, there)
-        return self._shows(_PUSHED, writer, other, number) and self._shows(_PULLED, writer, other, number)
+        writer, other = (there, here) if meeting.theirs is None else (here, there)
+        pushed = self._shows(_PUSHED, writer, other, number)
+        return pushed and (meeting.on_one_stream or self._shows(_PULLED, writer, other, number))
 
     def _shows(self, flag: int, writer: int, other: int, count: int) -> bool:
-        return has_reached(self._segment.read(self._at(flag, writer, other)), count)
+        return self._segment.shows(self._places_of_flags[flag, writer, other], count)
 
     def _write(self, stream: int, flag: int, meeting: Meeting) -> None:
         self._streams.write(stream, self._flags + self._at(flag, self._rank, meeting.peer), meeting.number + 1)
 
     def _at(self, flag: int, writer: int, other: int) -> int:
         return self._places_of_flags[flag, writer, other]
+
+
+def _awaited(meeting: Meeting) -> tuple[int, ...]:
+    """Flags that the other writes when it has copied for this rank."""
+    if meeting.theirs is not None:
+        return (_PUSHED,) if meeting.both_here else ()
+    return (_PUSHED,) if meeting.on_one_stream else (_PUSHED, _PULLED)

@@ -18,11 +18,13 @@ class NotedStreams:
     Attributes:
         copies: Target, source and bytes of each copy.
         streams: Which stream each of them is in.
+        num_flags: How many flags were to be written or waited for.
     """
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
         self.streams: list[int] = []
+        self.num_flags = 0
 
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -37,9 +39,11 @@ class NotedStreams:
         self.copies.append((target, source, size))
         self.streams.append(stream)
 
-    def wait(self, stream: int, address: int, count: int) -> None: ...
+    def wait(self, stream: int, address: int, count: int) -> None:
+        self.num_flags += 1
 
-    def write(self, stream: int, address: int, count: int) -> None: ...
+    def write(self, stream: int, address: int, count: int) -> None:
+        self.num_flags += 1
 
     def joined(self, flags: Sequence[tuple[int, int]] = (), sends: bool = True) -> Callable[[], object]:
         return lambda: None

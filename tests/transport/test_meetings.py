@@ -10,7 +10,8 @@ import pytest
 import torch
 from noted_streams import NotedStreams
 
-from freescale.transport import SizeMismatch, TransportTimeout
+from freescale.transport import SizeMismatch, TransportTimeout, meetings
+from freescale.transport.cuda_streams import RECEIVE, SEND
 from freescale.transport.exchange import Exchange, plan_all_to_all
 from freescale.transport.meetings import RING, Meeting, Meetings, book_bytes
 from freescale.transport.segment import FOLDER, Segment
@@ -56,6 +57,22 @@ def test_the_later_rank_copies_both_pieces(segment: Segment, earlier: int) -> No
         assert first.streams.copies == []
         assert second.streams.copies == [piece(second, first), piece(first, second)]
         second.streams.copies.clear()
+
+
+def test_the_later_rank_copies_small_pieces_in_one_stream_and_large_ones_in_two(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Rank(rank, segment, 0, 0.0) for rank in range(2))
+    both_pieces = 4 * (3 + 2)
+    for most, used, flags in ((both_pieces, [SEND, SEND], 1), (both_pieces - 1, [SEND, RECEIVE], 2)):
+        monkeypatch.setattr(meetings, "ONE_STREAM_BYTES", most)
+        second.streams.streams.clear()
+        first.streams.num_flags = second.streams.num_flags = 0
+        met = first.come()
+        second.come()
+        assert second.streams.streams == used
+        assert len(first.meetings.flags_to_wait_for([met])) == flags
+        assert (first.streams.num_flags, second.streams.num_flags) == (1, 2 * flags), "each takes the host microseconds"
 
 
 def test_ranks_that_come_together_copy_a_piece_each(segment: Segment) -> None:
