@@ -41,7 +41,7 @@ _CHECKS_OF_OURS = (
 _CHECKS_OF_PEER = ("ranks_that_come_together_copy_a_piece_each",)
 # Of two GPUs: copies within one need multiprocessors, and processes that share one take turns on it.
 _CHECKS_APART = ("a_transfer_needs_no_multiprocessor",)
-_MORE_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # checks leave more open than trainers do
+_MORE_CHANNELS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # checks have more open than trainers do
 
 
 def pytest_part(name: str, *arguments: str, case_s: float = 60.0, gpus: int = 1) -> Part:

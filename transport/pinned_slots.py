@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cuda_streams import RECEIVE, SEND, Streams, most_channels
+from .places import take_place
 from .rounds import HEADER_BYTES
 from .slots import has_reached, low
+from .stream_pool import fill_pool
 
 DEPTH = 4
 _LARGEST_CHUNK_BYTES = 4 << 20
@@ -152,13 +154,19 @@ def slots_for(
     key = (device, world_size, window_bytes, num_channels)
     with _taking:  # else a second channel would make its own, while the first one's streams may wait already
         free = _idle.setdefault(key, [])
+        fill_pool(device)
         if not free:
             chunk = min(_LARGEST_CHUNK_BYTES, window_bytes // (2 * DEPTH * world_size * num_channels) - HEADER_BYTES)
             chunk = max(chunk, 1 << 10) // 512 * 512
             made = [PinnedSlots(key, make_streams(device), chunk, first) for _ in range(num_channels)]
             free.extend(made)
-        free[-1].streams.use()
-        return free.pop()
+        slots = free.pop()
+        try:
+            take_place(slots.streams)
+        except BaseException:
+            free.append(slots)
+            raise
+        return slots
 
 
 def empty_rows(size: int) -> Tensor:

@@ -15,7 +15,7 @@ _filled: set[int] = set()
 
 def fill_pool(device: int) -> None:
     """Have torch make the streams of a device that it will ever hand out. For whoever is about to let streams wait."""
-    if device not in _filled:
+    if device not in _filled and torch.cuda.is_available():
         for priority in _PRIORITIES:
             torch.cuda.Stream(device, priority=priority)
         _filled.add(device)

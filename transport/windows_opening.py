@@ -22,7 +22,9 @@ from .cuda_streams import RECEIVE, SEND, Streams, most_channels
 from .errors import TransportError, TransportTimeout, Unavailable
 from .lane import HostTransport
 from .meetings import Meetings, book_bytes
+from .places import take_place
 from .segment import FOLDER, NAME_BYTES, Segment
+from .stream_pool import fill_pool
 from .windows import Windows
 
 if TYPE_CHECKING:
@@ -118,6 +120,7 @@ def open_windows(
         TransportError: Something else failed, here or on another rank.
     """
     _check_host(lane, members)
+    fill_pool(device)
     kind = (tuple(members), via, window_bytes, device)
     with _in_turn(lane):  # all ranks have come, so nobody holds it for long
         taken = _take_over(lane, members, kind)
@@ -138,7 +141,7 @@ def open_windows(
         raise TransportError("another channel of the same ranks took the slots that were made for this one")
     try:
         with together(lane):
-            taken[0].streams.use()
+            take_place(taken[0].streams)
     except BaseException:
         put_away(*taken)
         raise

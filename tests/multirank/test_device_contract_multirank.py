@@ -15,7 +15,7 @@ CHECKS = CONTRACT.with_name("device_checks.py")
 SHARING = pytest.mark.gpus(shared=True)
 APART = pytest.mark.gpus
 ENGINES = [pytest.param("nccl", marks=APART), "peer", "segment", "staged"]  # NCCL wants a GPU for each rank
-# Checks leave more channels open than trainers do.
+# Checks have more channels open than trainers do.
 PATHS = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 

@@ -16,7 +16,7 @@ from rank_processes import launch, support_path
 pytestmark = pytest.mark.multirank
 SCRIPT = Path(device_contract.__file__).with_name("stream_stress.py")
 THREADS = ["threads-peer", "threads-segment", "threads-staged"]
-# Checks leave more channels open than trainers do. The C library fills what is freed.
+# Checks have more channels open than trainers do. The C library fills what is freed.
 VARIABLES = {"PYTHONPATH": support_path(), "CUDA_DEVICE_MAX_CONNECTIONS": "32", "MALLOC_PERTURB_": "255"}
 
 

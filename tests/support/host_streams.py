@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.transport.cuda_streams import HANDLE_BYTES, RECEIVE, SEND
+from freescale.transport.errors import Unavailable
 from freescale.transport.exchange import Exchange
 from freescale.transport.slots import has_reached, low
 
@@ -72,12 +73,15 @@ class HostStreams:
 
     Attributes:
         synchronises: Registering memory waits for all streams of the process, and lets nobody enqueue meanwhile.
+        most: How many channels of the process may use streams at once.
 
     Args:
         delay_s: How long each copy of the receiving stream takes at least, so that senders could overrun it.
     """
 
     synchronises = False
+    most = 1000
+    in_use: set[HostStreams] = set()  # noqa: RUF012 - of all of them
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], object]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
@@ -92,10 +96,13 @@ class HostStreams:
         return nullcontext()
 
     def use(self) -> None:
-        pass
+        self.in_use.add(self)
+        if len(self.in_use) > self.most:
+            self.in_use.discard(self)
+            raise Unavailable(f"{self.most} channels of this process move tensors already")
 
     def rest(self) -> None:
-        pass
+        self.in_use.discard(self)
 
     def _run(self, todo: queue.SimpleQueue[Callable[[], object]]) -> None:
         while True:

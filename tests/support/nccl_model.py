@@ -121,6 +121,7 @@ def model_of_nccl() -> Iterator[ModelDevice]:
     stream = type("Stream", (ModelStream,), {"device": device})
     with (
         patch.object(dist, "ProcessGroupNCCL", group, create=True),
+        patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "Stream", stream),
         patch.object(torch.cuda, "Event", _Event),
         patch.object(torch.cuda, "current_stream", lambda device=None: stream()),
