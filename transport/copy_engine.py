@@ -227,9 +227,8 @@ class CopyEngine:
             self._let_go()
             self._num_releases += 1
             return self._num_releases < _MOST_LOOKS_AFTER_A_FAILURE
+        self._drop_what_is_done(windows)
         under_way = self._under_way
-        while under_way and not self._missing(under_way[0]):
-            under_way.popleft()
         if under_way:
             first = under_way[0]
             news, missing = windows.bad_news(), self._missing(first)
@@ -252,6 +251,19 @@ class CopyEngine:
             self._windows = None
             return False
         return self._released
+
+    def _drop_what_is_done(self, windows: Windows) -> None:
+        """There may be thousands, of half a second: where the last is through the slots, those before it are too."""
+        under_way = self._under_way
+        count = len(under_way)  # others may follow meanwhile
+        if count and not windows.missing(under_way[count - 1].mark):
+            assert self._meetings is not None, "made with the windows"
+            for _ in range(count):
+                if self._meetings.missing(under_way[0].met):
+                    return
+                under_way.popleft()
+        while under_way and not self._missing(under_way[0]):
+            under_way.popleft()
 
     def _fail(self, error: TransportError) -> None:
         if self._failure is None and self._windows is not None:

@@ -309,9 +309,9 @@ class Meetings:
 
     def _await_ready(self, stream: int, meeting: Meeting) -> None:
         """Let a stream wait until the other's tensors are ready, unless they are already."""
-        if not self._shows(_READY, meeting.peer, self._rank, meeting.number + 1):
-            at = self._flags + self._at(_READY, meeting.peer, self._rank)
-            self._streams.wait(stream, at, meeting.number + 1)
+        at, count = self._places_of_flags[_READY, meeting.peer, self._rank], meeting.number + 1
+        if not self._segment.shows(at, count):
+            self._streams.wait(stream, self._flags + at, count)
 
     def _export(self, memory: Tensor) -> tuple[int, int]:
         """Note in the book how others open the memory of a tensor. Returns its serial number and the offset."""
@@ -352,7 +352,8 @@ class Meetings:
         return self._segment.shows(self._places_of_flags[flag, writer, other], count)
 
     def _write(self, stream: int, flag: int, meeting: Meeting) -> None:
-        self._streams.write(stream, self._flags + self._at(flag, self._rank, meeting.peer), meeting.number + 1)
+        at = self._places_of_flags[flag, self._rank, meeting.peer]
+        self._streams.write(stream, self._flags + at, meeting.number + 1)
 
     def _at(self, flag: int, writer: int, other: int) -> int:
         return self._places_of_flags[flag, writer, other]

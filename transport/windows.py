@@ -76,6 +76,7 @@ class Windows:
         self._sent = dict.fromkeys(self._outgoing, first)
         self._received = dict.fromkeys(self._incoming, first)
         self._first = first
+        self._mark = Mark(self._sent.copy(), self._received.copy())  # of the last transfer
         for peer in self._outgoing:
             self.segment.write(self._arrived_at(self.rank, peer), low(first))
             self.segment.write(self._consumed_at(peer, self.rank), low(first))
@@ -109,6 +110,8 @@ class Windows:
         Sends and receives alternate in rounds: a stream that is full blocks the host, and then what it waits for has
         been enqueued everywhere.
         """
+        if not (todo.rounds or exchange.kept_bytes):
+            return self._mark
         from_here, to_here = exchange.rows.data_ptr(), exchange.out.data_ptr()
         if exchange.kept_bytes:
             self.streams.copy(RECEIVE, to_here + todo.kept_to, from_here + todo.kept_from, exchange.kept_bytes)
@@ -117,7 +120,9 @@ class Windows:
                 self._send(peer, from_here + start, size)
             for peer, start, size in incoming:
                 self._receive(peer, to_here + start, size)
-        return Mark(self._sent.copy(), self._received.copy())
+        if todo.rounds:
+            self._mark = Mark(self._sent.copy(), self._received.copy())
+        return self._mark
 
     def _send(self, peer: int, source: int, size: int) -> None:
         streams = self.streams

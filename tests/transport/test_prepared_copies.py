@@ -119,3 +119,25 @@ def test_what_is_added_while_it_is_looked_at_is_looked_at_again() -> None:
     watch.add(look)
     go_on.set()
     assert again.wait(60), "the second exchange would have no deadline"
+
+
+def test_what_is_done_is_dropped_in_order_and_no_more_than_that(rank: Rank) -> None:
+    engine, windows = rank.engine, rank.engine._windows
+    assert windows is not None
+    segment = windows.segment
+    exchanges = [rank.plan([0, 5], [0, 5]), rank.plan([0, 300], [0, 300]), rank.plan([0, 5], [0, 5])]
+    engine._under_way.extend(engine._enqueue(each, "all_to_all") for each in exchanges)
+    under_way = list(engine._under_way)
+    engine._drop_what_is_done(windows)
+    assert list(engine._under_way) == under_way
+    for flag in (segment.arrived(0, 1), segment.consumed(1, 0)):
+        segment.write(flag, 1)
+    engine._drop_what_is_done(windows)
+    assert list(engine._under_way) == under_way[1:]
+    for flag in (segment.arrived(0, 1), segment.consumed(1, 0)):
+        segment.write(flag, 2)
+    engine._drop_what_is_done(windows)
+    assert list(engine._under_way) == under_way[1:], "the other has not copied yet"
+    segment.write(segment.meeting(1, 1, 0), 1)
+    engine._drop_what_is_done(windows)
+    assert not engine._under_way
