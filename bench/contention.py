@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ _STEP_MS = 30.0
 _HEAD = 64
 _TOKENS = 1 << 15  # of a pass over the block, about
 _ENDLESS_MESSAGE_BYTES = 64 << 20
-_MOST_MESSAGES = 600
+_MOST_MESSAGES = 3000
+_JOINS = 4  # messages under way at once
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class Block:
     """A transformer block in bf16, forward, run over and over until a step takes about 30 ms.
 
     Without `computes` nothing is run: processes that share a GPU take turns on it, so only one of them may compute.
+
+    Attributes:
+        launch_ms: What it takes the host to enqueue a step.
     """
 
     def __init__(self, sequence: int, hidden: int, computes: bool = True) -> None:
@@ -74,6 +79,10 @@ class Block:
         self._passes = max(1, round(_STEP_MS / once))
         self.step()
         torch.cuda.synchronize()
+        clock = time.perf_counter()
+        self.step()
+        self.launch_ms = (time.perf_counter() - clock) * 1e3
+        torch.cuda.synchronize()
 
     def step(self) -> Tensor:
         """Enqueue a step on the current stream."""
@@ -91,26 +100,38 @@ class Block:
     def timed(self, before: Callable[[], object] = lambda: None) -> float:
         """Milliseconds of a step on the GPU, from its first kernel to its last; waits for it."""
         before()
-        return self.run()[0]
+        begin, end = self.begin()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
 
-    def run(self) -> tuple[float, torch.cuda.Event]:
-        """Milliseconds of a step, and an event at its end; waits for it."""
+    def begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueue a step. Returns events around it."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         self.step()
         end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)), end
+        return begin, end
 
 
 def measure(
-    block: Block, place: tuple[int, int], ways: dict[str, Begin], rank: int, world_size: int, steps: int
+    block: Block,
+    place: tuple[int, int],
+    ways: dict[str, Begin],
+    rank: int,
+    world_size: int,
+    steps: int,
+    has_time: Callable[[], bool],
 ) -> list[Contention]:
-    """Run a workload alone, and beside each way with 256 MB a step and with traffic that does not end; collective."""
+    """Run a workload alone, and beside each way with 256 MB a step and with traffic that does not end; collective.
+
+    Ways for which no time is left are left out.
+    """
     found = []
     alone = largest(statistics.median(block.timed() for _ in range(steps)))
     found.append(Contention(*place, "none", "alone", alone, 0.0, 0.0, 0.0))
     for name, begin in ways.items():
+        if not agree(has_time()):
+            break
         try:
             found += _beside(block, place, name, begin, Place(rank, world_size, steps, alone))
         except RuntimeError as error:  # on all ranks
@@ -162,55 +183,89 @@ class Traffic:
         self._buffers: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.message_ms = self._message_ms()
 
-    def send(self, count: int, size: int, joins: int = 4) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Begin messages on a stream of their own, a few at a time under way. Returns events around them."""
+    def send(self, count: int, size: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Begin messages, a few at a time under way. Returns events around them."""
+        sending = self._begin_to_send(size)
+        sending.send(count)
+        return sending.begun, sending.end()
+
+    def _begin_to_send(self, size: int) -> _Sending:
         splits = to_others(*self._place, size)
         if size not in self._buffers:
             rows = torch.zeros(sum(splits), dtype=torch.uint8, device="cuda")
-            self._buffers[size] = rows, [torch.empty_like(rows) for _ in range(joins)]
+            self._buffers[size] = rows, [torch.empty_like(rows) for _ in range(_JOINS)]
             torch.cuda.synchronize()
-        rows, outs = self._buffers[size]
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._stream):
-            begun.record()
-            under_way: list[Callable[[], object]] = []
-            for number in range(count):
-                if len(under_way) == joins:
-                    under_way.pop(0)()
-                under_way.append(self._begin(rows, splits, splits, outs[number % joins]))
-            for join in under_way:
-                join()
-            ended.record()
-        return begun, ended
+        return _Sending(self._begin, self._stream, splits, *self._buffers[size])
 
     def _message_ms(self) -> float:
-        """How much later the last of some messages arrives for each message more, once all have been begun."""
-        together(lambda: self.send(4, _ENDLESS_MESSAGE_BYTES))
+        """What each message takes when many follow one another."""
+        together(lambda: self.send(_JOINS, _ENDLESS_MESSAGE_BYTES))
 
         def forty() -> float:
-            clock = time.perf_counter()
             begun, ended = self.send(40, _ENDLESS_MESSAGE_BYTES)
-            host_ms = (time.perf_counter() - clock) * 1e3
             ended.synchronize()
-            whole = float(begun.elapsed_time(ended))
-            return max(whole - host_ms, whole / 4) / 40
+            return float(begun.elapsed_time(ended)) / 40
 
         return largest(together(forty))
 
     def endless(self, block: Block, alone_ms: float) -> tuple[float, float, bool]:
         """Run a step beside traffic that is meant to outlast it.
 
+        What a stream holds is limited: whoever enqueues more waits until some of it is done. So the step is enqueued
+        when so many messages are under way as its launches take, and the other messages while it runs.
+
         Returns:
             Milliseconds of the step, rate of the traffic in GB/s each way, and whether the traffic did outlast it.
         """
         count = min(_MOST_MESSAGES, math.ceil(2.2 * alone_ms / self.message_ms) + 8)
+        ahead = min(count, math.ceil(1.5 * block.launch_ms / self.message_ms) + _JOINS)
 
         def beside() -> tuple[float, float, bool]:
-            begun, ended = self.send(count, _ENDLESS_MESSAGE_BYTES)
-            took, over = block.run()
+            sending = self._begin_to_send(_ENDLESS_MESSAGE_BYTES)
+            sending.send(ahead)
+            first, over = block.begin()
+            sending.send(count - ahead)
+            ended = sending.end()
             ended.synchronize()
-            rate = count * _ENDLESS_MESSAGE_BYTES / begun.elapsed_time(ended) / 1e6
-            return took, rate, over.elapsed_time(ended) > 0
+            over.synchronize()
+            rate = count * _ENDLESS_MESSAGE_BYTES / sending.begun.elapsed_time(ended) / 1e6
+            return first.elapsed_time(over), rate, over.elapsed_time(ended) > 0
 
         agree(True)
         return together(beside)
+
+
+class _Sending:
+    """Messages of one size, begun on a stream one after another.
+
+    Attributes:
+        begun: Recorded before the first.
+    """
+
+    def __init__(
+        self, begin: Begin, stream: torch.cuda.Stream, splits: list[int], rows: Tensor, outs: list[Tensor]
+    ) -> None:
+        self._begin, self._stream, self._splits, self._rows, self._outs = begin, stream, splits, rows, outs
+        self._under_way: deque[Callable[[], object]] = deque()
+        self._count = 0
+        self.begun = torch.cuda.Event(enable_timing=True)
+        self.begun.record(stream)
+
+    def send(self, count: int) -> None:
+        """Begin so many more."""
+        with torch.cuda.stream(self._stream):
+            for _ in range(count):
+                if len(self._under_way) == len(self._outs):
+                    self._under_way.popleft()()
+                out = self._outs[self._count % len(self._outs)]
+                self._under_way.append(self._begin(self._rows, self._splits, self._splits, out))
+                self._count += 1
+
+    def end(self) -> torch.cuda.Event:
+        """An event behind all of them."""
+        ended = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            while self._under_way:
+                self._under_way.popleft()()
+            ended.record()
+        return ended

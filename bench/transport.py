@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ _WAYS = ("NCCL", "process_group", "copy_engine", "segment", "staged")
 _CONTENDED = ("NCCL", "copy_engine", "segment")
 _NEEDS_GPUS_APART = ("NCCL", "process_group")
 _SHM = {"NCCL_P2P_DISABLE": "1"}
-_SHM_LIMIT_S = 20.0
+_SHM_MOST_S, _SHM_LEAST_S = 20.0, 12.0  # of which the ranks' start takes some
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,19 +104,29 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     refuse_inside_a_launch()
     if options.plot is not None:
         from . import transport_plot  # noqa: F401  before the work, so that a missing library shows at once
+    end = time.time() + options.limit_s
     num_ranks, share = _ranks(options.ranks, torch.cuda.device_count())
     settings = _settings(options, share)
+    also_shm = bool(settings.contended) and not share
+    settings = replace(settings, until=end - (_kept_for_shm(options.limit_s) if also_shm else 0.0))
     found = _launched(settings, num_ranks, {}, console)
-    if settings.contended and not share:
+    if also_shm and end - time.time() < _SHM_LEAST_S:
+        console.print(f"no time is left for NCCL shm: --limit-s is {options.limit_s:g}")
+    elif also_shm:
         _save(options, settings, found)
-        limit = min(options.limit_s, _SHM_LIMIT_S)
         hidden = (settings.sweep_hidden,)
-        shm = replace(settings, ways=(), sizes=(), contended=("NCCL",), swept=(), hiddens=hidden, limit_s=limit)
+        shm = replace(settings, ways=(), sizes=(), contended=("NCCL",), swept=(), hiddens=hidden, until=end)
         rows = _launched(shm, num_ranks, _SHM, console)["contention"]
         found["contention"] += [row | {"way": "NCCL shm"} for row in rows if row["way"] == "NCCL"]
     _save(options, settings, found)
     for part in _report(found):
         print_part(part, console)
+
+
+def _kept_for_shm(limit_s: float) -> float:
+    """Seconds of the limit that are kept for NCCL shm, whose ranks are started later: a quarter, if that is enough."""
+    quarter = min(_SHM_MOST_S, limit_s / 4)
+    return quarter if quarter >= _SHM_LEAST_S else 0.0
 
 
 def _ranks(asked: int | None, num_gpus: int) -> tuple[int, bool]:

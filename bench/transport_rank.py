@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -39,7 +40,8 @@ class Settings:
         hiddens: Widths of the workload.
         sweep_hidden: Width at which `swept` run too.
         steps: Timed steps of each workload.
-        limit_s: No measurement is begun after so many seconds.
+        limit_s: What the user asked for, in seconds.
+        until: No measurement is begun after this time, as `time.time()` tells it.
     """
 
     ways: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class Settings:
     sweep_hidden: int = 512
     steps: int = 6
     limit_s: float = 600.0
+    until: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,10 @@ class Transfer:
 def main(path: Path) -> None:
     """Measure and, on rank 0, write `found.json` beside the settings."""
     settings = Settings(**json.loads(path.read_text()))
-    deadline = time.monotonic() + settings.limit_s
+
+    def has_time() -> bool:
+        return time.time() < settings.until
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     num_gpus = torch.cuda.device_count()
     torch.cuda.set_device(dist.get_rank() % num_gpus)
@@ -87,24 +93,25 @@ def main(path: Path) -> None:
     every = make_ways(list(names), base)
     transfers: list[Transfer] = []
     for name in settings.ways:
-        if not agree(time.monotonic() < deadline):
+        if not agree(has_time()):
             break
-        transfers += _transfers(name, every[name], base, settings.sizes)
+        transfers += _transfers(name, every[name], base, settings.sizes, has_time)
         found["transfers"] = [asdict(each) for each in transfers]
         _write(path, base, found)
     rows: list[dict[str, object]] = []
     for hidden, sequence in _places(settings):
-        if not agree(time.monotonic() < deadline):
+        if not agree(has_time()):
             break
         swept = settings.swept if hidden == settings.sweep_hidden else ()
         ways = {name: every[name] for name in (*settings.contended, *swept)}
         block = Block(sequence, hidden, computes=base.rank < num_gpus)
         place = (sequence, hidden)
-        rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps))
+        rows += map(asdict, measure(block, place, ways, base.rank, base.world_size, settings.steps, has_time))
         del block
         found["contention"] = rows
         _write(path, base, found)
         _say(base, f"sequence {sequence}, hidden {hidden}: done")
+    _write(path, base, {"transfers": [], "contention": [], **found})  # also where there was no time for anything
     agree(True)
     dist.destroy_process_group()  # or gloo's thread may still be about to free what was agreed on when Python ends
 
@@ -126,9 +133,13 @@ def _write(path: Path, base: Transport, found: dict[str, object]) -> None:
         path.with_name("found.json").write_text(json.dumps(found))
 
 
-def _transfers(name: str, begin: Begin, base: Transport, sizes: Sequence[int]) -> list[Transfer]:
+def _transfers(
+    name: str, begin: Begin, base: Transport, sizes: Sequence[int], has_time: Callable[[], bool]
+) -> list[Transfer]:
     found = []
     for size in sizes:
+        if not agree(has_time()):
+            break
         try:
             right = is_right(begin, base.rank, base.world_size, size)
             found.append(_timed(name, begin, base, size) if right else Transfer(name, size, correct=False))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from freescale.bench import contention as bench_contention
 from freescale.bench.tables import Table, markdown
-from freescale.bench.transport import _parser, _ranks, _report, _settings, main
+from freescale.bench.transport import _kept_for_shm, _parser, _ranks, _report, _settings, main
 from freescale.bench.transport_ways import to_others
 
 from rank_processes import launch
@@ -87,6 +91,100 @@ def test_ranks_that_share_a_gpu_leave_out_nccl(tmp_path: Path) -> None:
     assert _settings(options, share=True).ways == ("copy_engine", "segment", "staged")
     assert _settings(options, share=True).swept == ()
     assert _settings(options, share=False).ways[0] == "NCCL"
+
+
+class Clock:
+    """Streams of one GPU and a host, as far as time goes. A way's stream holds so many milliseconds of messages.
+
+    Attributes:
+        now: Milliseconds, of the host.
+        ends: When each stream will be through with what it has.
+    """
+
+    def __init__(self, message_ms: float, holds_ms: float, host_ms: float) -> None:
+        self.message_ms, self.holds_ms, self.host_ms = message_ms, holds_ms, host_ms
+        self.now, self.ends = 0.0, {"compute": 0.0, "traffic": 0.0}
+        self.current = "compute"
+
+    def enqueue(self, ms: float) -> None:
+        self.ends[self.current] = max(self.now, self.ends[self.current]) + ms
+
+    def begin(self, *_: object) -> Callable[[], None]:
+        self.now = max(self.now + self.host_ms, self.ends["traffic"] - self.holds_ms)
+        self.enqueue(self.message_ms)
+        return lambda: None
+
+    def event(self, enable_timing: bool) -> Event:
+        return Event(self)
+
+    @contextmanager
+    def on_traffic(self, _: object) -> Iterator[None]:
+        self.current = "traffic"
+        yield
+        self.current = "compute"
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.at = clock, 0.0
+
+    def record(self, stream: str | None = None) -> None:
+        self.at = max(self.clock.now, self.clock.ends[stream or self.clock.current])
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("message_ms", "holds_ms", "host_ms"),
+    [(1.87, 38.0, 0.6), (0.19, 500.0, 0.1), (0.26, 500.0, 0.05), (46.0, 1000.0, 6.0), (0.05, 100.0, 0.1)],
+)
+def test_endless_traffic_outlasts_the_step_whatever_a_stream_holds(
+    message_ms: float, holds_ms: float, host_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(message_ms, holds_ms, host_ms)
+    for name, model in (("Event", clock.event), ("Stream", lambda: "traffic"), ("stream", clock.on_traffic)):
+        monkeypatch.setattr(torch.cuda, name, model)
+    for name, alone in (("together", lambda part: part()), ("agree", bool), ("largest", float)):
+        monkeypatch.setattr(bench_contention, name, alone)
+    monkeypatch.setattr(bench_contention.Traffic, "_begin_to_send", begin_to_send)
+    block = bench_contention.Block.__new__(bench_contention.Block)
+    block.launch_ms = 5.0
+
+    def step() -> None:
+        clock.now += block.launch_ms
+        clock.enqueue(60.0)
+
+    monkeypatch.setattr(block, "step", step)
+    traffic = bench_contention.Traffic(clock.begin, 0, 2)
+    took, rate, outlasted = traffic.endless(block, 55.0)
+    assert outlasted
+    assert took >= 60.0
+    assert rate == pytest.approx((64 << 20) / max(message_ms, host_ms) / 1e6, rel=0.2)
+
+
+def begin_to_send(traffic: Any, size: int) -> Any:
+    """Without memory on a GPU."""
+    rows = torch.empty(0)
+    return bench_contention._Sending(traffic._begin, traffic._stream, [0, size], rows, [rows] * 4)
+
+
+def test_time_for_nccl_over_host_memory_is_kept_where_there_is_enough() -> None:
+    assert [_kept_for_shm(limit) for limit in (24.0, 47.0, 60.0, 600.0)] == [0.0, 0.0, 15.0, 20.0]
+
+
+def test_ways_for_which_no_time_is_left_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([True, False])
+    monkeypatch.setattr(bench_contention, "agree", bool)
+    monkeypatch.setattr(bench_contention, "largest", float)
+    monkeypatch.setattr(bench_contention, "_beside", lambda block, place, name, begin, here: [name])
+    block = SimpleNamespace(timed=lambda: 30.0)
+    ways: dict[str, Any] = {"NCCL": None, "copy_engine": None, "segment": None}
+    rows: list[Any] = bench_contention.measure(block, (1, 2), ways, 0, 2, 3, lambda: next(left))  # type: ignore[arg-type]  # of a Block
+    assert [rows[0].way, *rows[1:]] == ["alone", "NCCL"]
 
 
 FAILS_ON_RANK_1 = """
