@@ -18,7 +18,7 @@ from typing import Literal
 
 from .base import Transport
 from .copy_options import CopyOptions
-from .cuda_streams import CudaStreams, Streams, check_connections, check_installation
+from .cuda_streams import CudaStreams, Streams, check_connections, check_installation, nothing
 from .device_wire import ENQUEUED, DeviceWire, Enqueued, Meet, host_of
 from .errors import TransportClosed, TransportError, TransportTimeout
 from .exchange import Exchange
@@ -125,8 +125,12 @@ class CopyEngine:
         if index != self._device:
             raise TransportError(f"this channel moves tensors of device {self._device}, not of device {index}")
         assert self._windows is not None, "it was opened just now"
-        with self._windows.streams.on_device():
-            transfer = self._enqueue(exchange, f"{exchange.operation} #{sequence}")
+        call, device = f"{exchange.operation} #{sequence}", self._windows.streams.on_device()
+        if device is nothing:
+            transfer = self._enqueue(exchange, call)
+        else:
+            with device:
+                transfer = self._enqueue(exchange, call)
         self._under_way.append(transfer)
         if len(self._under_way) == 1:  # or else the watch looks already, and goes on
             watch.add(self._look)

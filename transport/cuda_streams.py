@@ -36,7 +36,7 @@ class Streams(Protocol):
     """A sending and a receiving stream. Addresses are integers; `stream` is SEND or RECEIVE."""
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Around calls below: a thread may have another device current, or none yet."""
+        """Around calls below: a thread may have another device current, or none yet. `nothing` where none is needed."""
 
     def use(self) -> None:
         """A channel begins to use them. Raises Unavailable when too many streams of the process would wait."""
@@ -168,7 +168,7 @@ class CudaStreams:
     def on_device(self) -> AbstractContextManager[object]:
         """See `Streams.on_device`."""
         if torch.cuda.current_device() == self._index:
-            return _nothing
+            return nothing
         return torch.cuda.device(self._device)
 
     def use(self) -> None:
@@ -324,7 +324,7 @@ class CudaStreams:
 
 
 _in_use: set[CudaStreams] = set()
-_nothing = nullcontext()
+nothing = nullcontext()
 
 
 class _Joined:

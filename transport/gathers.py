@@ -28,7 +28,7 @@ class Gathers:
 
     def plan(self, block: Tensor, sizes: Splits | None, out: Tensor | None, devices: Sequence[str]) -> Exchange:
         """As `plan_all_gather`."""
-        if sizes is not None or out is None:
+        if sizes is not None or out is None or (isinstance(block, Tensor) and block.is_cuda):
             return plan_all_gather(self._rank, self._world_size, block, sizes, out, devices, self._layouts)
         known = self._known.get(id(out))
         if known is not None and known.is_between(block, out):
