@@ -248,9 +248,15 @@ class StreamLane(Lane):
         if self._is_closed:
             return
         self._is_closed = True
-        while not self.stream.query() and time.monotonic() < deadline:
+        while not self._is_through() and time.monotonic() < deadline:
             time.sleep(_NAP_S)
         self.transport.close()
+
+    def _is_through(self) -> bool:
+        try:
+            return self.stream.query()
+        except RuntimeError:  # the device has failed, and with it whatever was enqueued
+            return True
 
 
 class _StreamTicket(Ticket):
