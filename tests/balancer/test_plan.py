@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,3 +50,20 @@ def test_lengths_of_another_column_than_the_candidates_belong_to_no_sample() -> 
     assert world.candidate_lengths_of(torch.tensor([2, 0])).tolist() == [5, 6, 4]
     world = WorldSamples(3, WORLD.rank, WORLD.uih_lengths, counts, candidate_lengths=torch.tensor([4, 5, 6, 7]))
     assert world.candidate_lengths_of(torch.tensor([2, 0])).tolist() == []
+
+
+def test_what_was_measured_is_worked_out_once_and_only_when_it_is_read() -> None:
+    made: list[WorldSamples] = []
+
+    def make() -> WorldSamples:
+        made.append(WorldSamples(1, torch.tensor([0]), torch.tensor([7])))
+        return made[-1]
+
+    world = WorldSamples(1, torch.tensor([0, 0]), torch.tensor([5, 6]), measured=make)
+    kept = copy.copy(world)
+    assert not made
+    assert world.measured is world.measured is made[0]
+    assert kept.measured is made[1]
+    assert dataclasses.replace(world, first_rank=3).measured is made[0]
+    assert WorldSamples(1, torch.tensor([0]), torch.tensor([5])).measured is None
+    assert len(made) == 2
