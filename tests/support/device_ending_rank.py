@@ -53,7 +53,8 @@ class Model(nn.Module):
         rows = self.tables({"item": batch["keyed"].values()})["item"]
         for _ in range(50):
             rows = rows @ self.weight
-        return rows.square().mean()
+        loss: Tensor = rows.square().mean()
+        return loss
 
 
 def main(how: str, engine: str) -> None:
