@@ -50,7 +50,7 @@ class Model(nn.Module):
         self.weight = nn.Parameter(torch.eye(64, device=device))
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        rows = self.tables({"item": batch["keyed"].values()})["item"]
+        rows: Tensor = self.tables({"item": batch["keyed"].values()})["item"]
         for _ in range(50):
             rows = rows @ self.weight
         loss: Tensor = rows.square().mean()
