@@ -34,8 +34,9 @@ class BalancedIterator(Generic[T]):
             raise RuntimeError("this iteration was left when its loader was closed, loaded a state or iterated again")
         loader, started = self.loader, time.perf_counter()
         loader.wake_thread()
-        entry = self._worker.take(makes_room=not loader.lets_thread_sleep)
-        if loader.lets_thread_sleep:
+        sleeps = loader.lets_thread_sleep  # once: another thread may change it while this one waits
+        entry = self._worker.take(makes_room=not sleeps)
+        if sleeps:
             loader._without_room = self._worker
         if isinstance(entry, End):
             self._worker = None

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -411,6 +412,33 @@ def test_two_threads_that_share_an_iterator_both_end() -> None:
         thread.join(60)
     assert sum(taken) == 10
     assert len(taken) == 2
+
+
+def test_a_batch_that_one_thread_waits_for_makes_room_whatever_another_says_of_sleeping() -> None:
+    loaded, wanted = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[JaggedBatch]:
+            for batch in super().__iter__():
+                assert loaded.acquire(timeout=30)
+                yield batch
+
+    loader = balance(Slow(0, 6), connect("local"), "features.uih", prefetch=2)
+    batches, taken = loader.with_reports(), SimpleQueue[int]()
+
+    def take() -> None:
+        for _ in range(6):
+            wanted.acquire()
+            taken.put(next(batches)[1].step)
+
+    threading.Thread(target=take, daemon=True).start()
+    for step in range(6):
+        loader.lets_thread_sleep = True
+        wanted.release()
+        time.sleep(0.05)  # for the other thread to wait; where it is late, nothing is tested
+        loader.lets_thread_sleep = False
+        loaded.release()
+        assert taken.get(timeout=20) == step
 
 
 def test_another_default_device_does_not_reach_the_balancer() -> None:
