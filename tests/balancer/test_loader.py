@@ -418,7 +418,7 @@ def test_a_batch_that_one_thread_waits_for_makes_room_whatever_another_says_of_s
     loaded, wanted = threading.Semaphore(0), threading.Semaphore(0)
 
     class Slow(Batches):
-        def __iter__(self) -> Iterator[JaggedBatch]:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
             for batch in super().__iter__():
                 assert loaded.acquire(timeout=30)
                 yield batch
