@@ -91,7 +91,7 @@ class Cluster:
         return 1e-6 * (self.latency_us + self.round_us * rounds) + inside + between
 
 
-_HOST = {"launch_ms": 17.4, "launch_prioritized_ms": 19.6}  # steps of 9 to 10 ms of computing, two H200s, NVLink
+_HOST = {"launch_ms": 14.5, "launch_prioritized_ms": 15.1}  # steps of 9 to 10 ms of computing, two H200s, NVLink
 
 CLUSTERS: Mapping[str, Cluster] = {
     "paper": Cluster(),  # 600 GB/s NVSwitch counts both directions; 8 x 200 Gb/s InfiniBand a host
