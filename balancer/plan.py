@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels import permute_jagged
 from .protocol.quiet import numbers_of
 
+_OURS = __name__.partition(".")[0] + "."  # what names of this package's modules begin with
 _OPTIONAL = ("num_candidates", "payload_bytes", "seconds", "seconds_step")
 
 
@@ -225,7 +226,17 @@ def reads_candidate_lengths(part: object) -> bool:
 
 
 def reads_measured(part: object) -> bool:
-    """Whether a partitioner or cost reads measured seconds; true for those that do not say."""
+    """Whether a partitioner or cost reads measured seconds; true for those that do not say.
+
+    A user's class with a call of its own has to say so itself, whatever it derives from or hands attributes on to: what
+    a class of this package says is about its own call.
+    """
+    if "reads_measured" not in getattr(part, "__dict__", ()):
+        for kind in type(part).__mro__:
+            if "reads_measured" in vars(kind) or kind.__module__.startswith(_OURS):
+                break
+            if "__call__" in vars(kind):
+                return True
     return bool(getattr(part, "reads_measured", True))
 
 

@@ -230,6 +230,54 @@ def test_partitioners_read_seconds_if_what_they_hold_does() -> None:
     assert VariableBatchSize(autotune=True).reads_measured
 
 
+class Derived(VariableBatchSize):
+    """A user's, with a plan of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def __call__(self, world: WorldSamples) -> Tensor:
+        self.seen += world.seconds.tolist()
+        return super().__call__(world)
+
+
+class Delegating:
+    """A user's, that hands on what it lacks."""
+
+    def __init__(self) -> None:
+        self.inner = VariableBatchSize()
+        self.seen: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, world: WorldSamples) -> Tensor:
+        self.seen += world.seconds.tolist()
+        return self.inner(world)
+
+
+class Renamed(VariableBatchSize):
+    """Without a plan of its own."""
+
+
+class Saying(Derived):
+    reads_measured = False
+
+
+@pytest.mark.parametrize("partitioner", [Derived(), Delegating()], ids=["derived", "delegating"])
+def test_a_users_class_is_told_seconds_whatever_the_one_behind_it_reads(partitioner: Any) -> None:
+    for outermost in (partitioner, capped(partitioner, max_tokens=10_000)):
+        partitioner.seen.clear()
+        loader = balance(Batches(0, 5), connect("local"), "features.uih", outermost, prefetch=1)
+        assert loader.reads_seconds
+        for _ in loader:
+            loader.record_seconds(7)
+        assert 7.0 in partitioner.seen
+    assert not balance(Batches(0, 5), connect("local"), "features.uih", Renamed()).reads_seconds
+    assert not balance(Batches(0, 5), connect("local"), "features.uih", Saying()).reads_seconds
+
+
 def test_unequal_sample_counts_without_reading_a_scale_warn_once() -> None:
     def run(transport: Transport) -> None:
         loader = balance(Batches(transport.rank, 3, 3), transport, "features.uih", lambda w: w.rank * 0)
