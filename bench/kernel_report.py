@@ -50,13 +50,21 @@ class Report:
         json_path: File for all figures, if any.
         folder: Folder for a dated Markdown file, if any.
         fbgemm: Whether FBGEMM's operators take part, where they are installed.
+        kept: Outcomes of an earlier run that the file of figures keeps, though they are not part of this one.
     """
 
     def __init__(
-        self, device: str, console: Console, json_path: Path | None, folder: Path | None, *, fbgemm: bool = True
+        self,
+        device: str,
+        console: Console,
+        json_path: Path | None,
+        folder: Path | None,
+        *,
+        fbgemm: bool = True,
+        kept: Sequence[Outcome] = (),
     ) -> None:
         self.outcomes: list[Outcome] = []
-        self._fbgemm, self._failed = fbgemm, list[str]()
+        self._fbgemm, self._failed, self._kept = fbgemm, list[str](), list(kept)
         self._device, self._console, self._json, self._folder = device, console, json_path, folder
         self._tables: dict[str, Table] = {}
         self._environment = environment(("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow"))
@@ -94,7 +102,10 @@ class Report:
 
     def _write(self, notes: Sequence[str]) -> None:
         if self._json is not None:
-            found = {"environment": self._environment, "outcomes": [asdict(outcome) for outcome in self.outcomes]}
+            found = {
+                "environment": self._environment,
+                "outcomes": [asdict(each) for each in self.outcomes + self._kept],
+            }
             self._json.write_text(json.dumps(found, indent=1) + "\n")
         if self._folder is not None:
             name = f"kernels-{self._device}" + "-no-fbgemm" * (not self._fbgemm)

@@ -208,9 +208,11 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         torch.set_num_threads(1)
     earlier = [] if options.resume is None or not options.resume.exists() else read_outcomes(options.resume)
     known = {outcome.case for outcome in earlier}
-    report = Report(options.device, console, options.json, options.results, fbgemm=not options.no_fbgemm)
-    until = time.monotonic() + options.limit_s
     cases = list(_cases(options))
+    wanted = {(case.operation, case.rows, case.lengths, case.world_size) for case in cases}
+    kept = [outcome for outcome in earlier if outcome.case not in wanted]
+    report = Report(options.device, console, options.json, options.results, fbgemm=not options.no_fbgemm, kept=kept)
+    until = time.monotonic() + options.limit_s
     with Stopping() as stopping, progress(console, "cases", len(cases)) as advance:
         try:
             for case in cases:

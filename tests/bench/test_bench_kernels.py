@@ -112,6 +112,9 @@ def test_a_run_takes_up_what_an_earlier_one_measured_and_tells_what_failed(
     assert {outcome["world_size"] for outcome in outcomes} == {2, 4}
     assert kernels.main([*choice, *files, "--world-size", "5", "2", "4", "--limit-s", "0"]) == 0
     assert json.loads(path.read_text())["outcomes"] == outcomes
+    assert kernels.main([*choice, *files, "--world-size", "4"]) == 0
+    kept = json.loads(path.read_text())["outcomes"]
+    assert sorted(map(json.dumps, kept)) == sorted(map(json.dumps, outcomes)), "what was not asked for again is kept"
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
