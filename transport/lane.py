@@ -110,11 +110,13 @@ class HostTransport(Transport):
             self._under_way.append(pending)
             self._advance()
             return pending
-        pending._advance()
-        if not pending.finished:  # what streams carry out is, for the host
-            self._under_way.append(pending)
-            if self._turn.closed is not None:  # by another thread, meanwhile
-                self._end_what_is_under_way()
+        try:
+            pending._advance()
+        finally:  # also where a signal interrupts it: the next call begins it first, as peers have it between
+            if not pending.finished:  # what streams carry out is, for the host
+                self._under_way.append(pending)
+                if self._turn.closed is not None:  # by another thread, meanwhile
+                    self._end_what_is_under_way()
         return pending
 
     def _refuse_when_closed(self, operation: str) -> None:
