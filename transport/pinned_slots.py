@@ -6,6 +6,7 @@ first channel makes slots for later ones too (see `windows_opening.py`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -146,6 +147,7 @@ def slots_for(
     num_channels: int,
     make_streams: Callable[[int], Streams],
     first: int,
+    timeout_s: float = math.inf,
 ) -> PinnedSlots:
     """Take slots that a closed channel left, or make some for so many channels, of at most `window_bytes` in all.
 
@@ -162,7 +164,7 @@ def slots_for(
             free.extend(made)
         slots = free.pop()
         try:
-            take_place(slots.streams)
+            take_place(slots.streams, timeout_s)
         except BaseException:
             free.append(slots)
             raise

@@ -6,6 +6,7 @@ closes channels and makes others is to notice nothing of that.
 
 from __future__ import annotations
 
+import math
 import time
 
 from .cuda_streams import Streams
@@ -15,13 +16,15 @@ _PATIENCE_S = 3.0
 _NAP_S = 0.01
 
 
-def take_place(streams: Streams) -> None:
+def take_place(streams: Streams, timeout_s: float = math.inf) -> None:
     """See `Streams.use`. Where all places are taken, waits for seconds until one is given back.
+
+    Peers wait for this rank until `timeout_s` is over: at half of it they are told.
 
     Raises:
         Unavailable: None was given back: too many streams of the process would wait.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + min(_PATIENCE_S, timeout_s / 2)
     while True:
         try:
             streams.use()

@@ -87,7 +87,7 @@ class StagingEngine:
         try:
             with together(lane):
                 where = device, self._world_size, self._window_bytes, num_channels
-                slots = slots_for(*where, self._make_streams, self._first_count)
+                slots = slots_for(*where, self._make_streams, self._first_count, lane.timeout_s)
         except BaseException:
             if slots is not None:
                 slots.put_away()

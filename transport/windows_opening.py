@@ -141,7 +141,7 @@ def open_windows(
         raise TransportError("another channel of the same ranks took the slots that were made for this one")
     try:
         with together(lane):
-            take_place(taken[0].streams)
+            take_place(taken[0].streams, lane.timeout_s)
     except BaseException:
         put_away(*taken)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ from freescale.transport.staging import StagingEngine
 
 from device_contract import use_threads
 from host_streams import HostStreams
+from patience import PATIENCE_S
 from rank_threads import run_in_threads
 
 WINDOW_BYTES = 28 << 10  # no other test's, so that slots are not shared with it
@@ -45,6 +47,18 @@ def test_a_channel_too_many_is_refused_within_seconds(two_places: None, monkeypa
         take_place(HostStreams())
     with pytest.raises(Unavailable, match="2 channels of this process move tensors already"):
         take_place(HostStreams())
+
+
+def test_peers_are_told_within_their_deadline_that_there_is_no_place(
+    two_places: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_PATIENCE_S", PATIENCE_S)
+    for _ in range(2):
+        take_place(HostStreams())
+    begun = time.monotonic()
+    with pytest.raises(Unavailable):
+        take_place(HostStreams(), timeout_s=0.2)
+    assert time.monotonic() - begun < PATIENCE_S
 
 
 MADE: list[str] = []
