@@ -20,6 +20,7 @@ from torch import Tensor
 from .errors import TransportError, Unavailable
 from .exchange import Exchange
 from .kept_events import current_stream, free_events, record
+from .slots import low
 
 SEND, RECEIVE = 0, 1
 _LEAST_CONNECTIONS = 8
@@ -29,7 +30,6 @@ _PORTABLE_AND_MAPPED = 3
 _WAIT, _WRITE = 1, 2  # as the driver numbers them
 _MOST_AT_ONCE = 8
 _OPERATION_WORDS = 6  # of 64 bits: kind, address, value, flags (at least a count; in order), and two that are not used
-_LOW = 2**32 - 1
 
 
 class Streams(Protocol):
@@ -239,7 +239,7 @@ class CudaStreams:
             self._pass_on()
             number = 0
         words = self._words[number]
-        words[0], words[1], words[2] = kind, address, count & _LOW
+        words[0], words[1], words[2] = kind, address, low(count)
         self._noted_for, self._num_noted = stream, number + 1
 
     def _pass_on(self) -> None:
@@ -261,7 +261,7 @@ class CudaStreams:
 
     def wait_on(self, stream: Any, address: int, count: int) -> None:
         """Let any stream, by its handle, wait until a flag shows at least a count."""
-        result = self._driver.cuStreamWaitValue32(stream, address, count & _LOW, 0)
+        result = self._driver.cuStreamWaitValue32(stream, address, low(count), 0)
         if result[0]:
             self._done(result, "cuStreamWaitValue32")
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import TransportError, Unavailable
-from .slots import MASK
+from .slots import has_reached
 
 FOLDER = Path("/dev/shm")
 NAME_BYTES = 48
@@ -139,7 +139,7 @@ class Segment:
 
     def shows(self, at: int, count: int) -> bool:
         """Whether the flag at a place shows at least a count (see `slots.has_reached`)."""
-        return (self._words[at >> 2] - count) & MASK < 2**31
+        return has_reached(self._words[at >> 2], count)
 
     def write(self, at: int, value: int) -> None:
         """Set the word at a place."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 _TAIL_DIVISOR = 8
 _SMALLEST_CUT = 1 << 20
-MASK = 2**32 - 1
+_MASK = 2**32 - 1
 
 
 class Chunk(NamedTuple):
@@ -97,7 +97,7 @@ def _chunks(peer: int, size: int, slot_bytes: int) -> list[Chunk]:
 
 def low(count: int) -> int:
     """What a flag of 32 bits shows of a count that never wraps."""
-    return count & MASK
+    return count & _MASK
 
 
 def has_reached(flag: int, count: int) -> bool:
@@ -107,4 +107,4 @@ def has_reached(flag: int, count: int) -> bool:
         >>> has_reached(2, 2**32 + 1), has_reached(2, 2**32 + 3)
         (True, False)
     """
-    return (flag - count) & MASK < 2**31
+    return (flag - count) & _MASK < 2**31
